@@ -411,5 +411,5 @@ def _say(text):
 
 
 def _show(line):
-    """On a terminal, in place of the line that is there."""
+    """Replaces the current line of a terminal."""
     print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

@@ -76,7 +76,7 @@ class Options(NamedTuple):
 
     @property
     def tensors(self):
-        """Its tensors, or None for each that is not given."""
+        """The tensors among these options. None for each that is not given."""
         return (*self.lengths, self.sinks, self.alibi_slopes, self.attn_bias, self.dropout_seed, *self.descales)
 
     def of_op(self):

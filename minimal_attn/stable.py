@@ -119,8 +119,8 @@ class Library:
 
 
 def is_everyday(q, k, v, causal, softmax_scale, window_size, optional):
-    """Whether nothing but a kernel is to be launched, on CUDA tensors, as far as the op does not check it. optional:
-    lengths and sinks."""
+    """Whether a call on CUDA tensors needs nothing but the launch of a kernel. Conditions that the op checks are left
+    to it. optional: lengths and sinks."""
     inputs = q, k, v
     return (isinstance(q, torch.Tensor) and q.is_cuda and is_eager(*inputs) and forward_ad._current_level < 0
             and all(not x.is_nested and x.ndim >= 3 and x.stride(-1) == 1 and x.numel() for x in inputs)
@@ -139,7 +139,7 @@ def _below_autograd(op, *inputs):
 
 
 def backward(*inputs):
-    """The op flash_backward, which learns from here of torch.use_deterministic_algorithms."""
+    """Calls the op flash_backward, and makes it deterministic under torch.use_deterministic_algorithms."""
     *others, deterministic, need_dq, need_dkv, need_dsinks, need_dbias = inputs
     op = torch.ops.minimal_attn.flash_backward.default
     inputs = (*others, deterministic or torch.are_deterministic_algorithms_enabled(), need_dq, need_dkv, need_dsinks,
@@ -149,7 +149,7 @@ def backward(*inputs):
 
 
 class FlashAttention(torch.autograd.Function):
-    """torch shows this name in errors and profiles."""
+    """flash_forward with its derivative. torch shows the name of this class in errors and profiles."""
 
     @staticmethod
     def forward(ctx, *inputs):

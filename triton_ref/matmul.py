@@ -130,7 +130,7 @@ def _ranked(dtype, m, n, k, is_tma, num_sms, shared_memory):
 
 
 def _config(dtype, kBlockM, kBlockN, kBlockK, kSplits, is_tma, shared_memory):
-    """With as many stages as there is memory for, up to 5, which is where they gain no more."""
+    """A config with as many stages as there is memory for, at most 5, since more gain nothing."""
     warps_of_4 = _cdiv(kBlockM * kBlockN, 64 * 64 if dtype == torch.float32 else 128 * 128)
     c_bytes = kBlockM * kBlockN * (dtype.itemsize if kSplits == 1 else 4) if is_tma else 0
     barriers = 1024

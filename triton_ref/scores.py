@@ -66,7 +66,7 @@ def score_numbers(scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride, bias_
 
 @triton.jit
 def capped(scores, s):
-    """factor · q·k, or its tanh; q·k where nothing changes it."""
+    """Turns s = q·k into factor · q·k, or into its tanh with a softcap. s is kept where nothing changes scores."""
     if scores.softcap is not None or scores.alibi_ptr is not None or scores.bias_ptr is not None:
         s *= scores.numbers.factor
     if scores.softcap is not None:
@@ -76,7 +76,7 @@ def capped(scores, s):
 
 @triton.jit
 def through_cap(scores, ds, s):
-    """The derivative by factor · q·k, of that by the score, ds. s: of capped."""
+    """Turns ds, the derivative by the score, into the derivative by factor · q·k. s: the result of capped."""
     if scores.softcap is not None:
         ds *= 1 - s * s
     return ds
@@ -126,7 +126,8 @@ def _load_bias(scores, rows, cols, kIsFull: tl.constexpr):
 
 @triton.jit
 def _tanh(x, kFast: tl.constexpr):
-    """By NVIDIA's approximation, to 11 bits, or to the last bits of fp32: Cephes' tanhf (Moshier, 1992)."""
+    """tanh(x). kFast: NVIDIA's approximation, right to 11 bits. Else Cephes' tanhf (Moshier, 1992), right to the last
+    bits of fp32."""
     if kFast:
         y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:

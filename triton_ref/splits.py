@@ -51,8 +51,11 @@ def share_keys(seq, mask, row0, max_splits, split_tokens, kGroup: tl.constexpr, 
 
 @triton.jit
 def score_units(softmax_scale, softcap, alibi_ptr):
-    """The unit of scores (scores.py), and the same for powers of two. A scale of 0 makes all scores alike; so does the
-    least number, which does not turn a masked -inf into NaN."""
+    """Returns (unit of scores, see scores.py; this unit times log2(e), for powers of two).
+
+    A scale of 0 would turn a masked -inf into NaN. The second unit is therefore at least 1e-37, which also makes all
+    scores alike.
+    """
     unit = tl.abs(tl.cast(softmax_scale, tl.float32))
     if softcap is not None:
         unit = tl.cast(softcap, tl.float32)

@@ -79,7 +79,8 @@ def graph_of(forward, q, k, v, causal):
 
 
 def forced_by(name, function):
-    """function, by the kernel of csrc that a name of IMPLS forces: for the backward pass it is chosen there anew."""
+    """Makes function run by the kernel of csrc that a name of IMPLS forces. The backward pass chooses its kernel anew,
+    so it needs this too."""
     kernel = name.removeprefix("cuda:")
     return by_kernel(kernel, function) if kernel in GPU_KERNELS else function
 
@@ -173,7 +174,7 @@ class VariantCase(Case):
         return Call(self.causal, keywords | dict(deterministic=self.shape.deterministic))
 
     def exact(self, q, k, v):
-        """Without what the call drops of the heads that are judged, the last ones."""
+        """The exact result for the judged heads, which are the last ones. It drops the same elements as the call."""
         keywords = {key: value for key, value in self.args[-1].keywords.items() if key != "deterministic"}
         if keywords:
             first_head, first = self.shape.nheads - q.shape[1], self.shape.batch_size - q.shape[0]

@@ -161,7 +161,8 @@ class Case(decode.Case):
         return truth_fits(shape.elements // shape.nheads_k, device)
 
     def judged(self, x):
-        """All, or the last key/value head and the query heads that read it."""
+        """The part of x that is compared with the truth: all of it, or, where that does not fit in fp64, the last
+        key/value head or the query heads that read it."""
         return x if truth_fits(self.shape.elements, self.device) else x[:, -(x.shape[1] // self.shape.nheads_k):]
 
 

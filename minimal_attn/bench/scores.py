@@ -133,7 +133,7 @@ class Case(attention.Case):
         return Call(self.causal, keywords, causal_mask_mod(shift) if self.causal else None, score_mod, attn_mask)
 
     def with_causal(self, bias):
-        """attn_mask of SDPA, which takes no is_causal beside it."""
+        """Adds a causal mask to a bias or mask, since SDPA takes no is_causal beside attn_mask."""
         seen = causal_mask(self.shape.seqlen_q, self.shape.seqlen_k, self.device)
         return bias & seen if bias.dtype == torch.bool else bias.masked_fill(~seen, -torch.inf)
 

@@ -83,7 +83,8 @@ def shape_of(text, ints):
 
 
 def shapes(dense, windows, *others):
-    """A batch by each of the windows, dense and with sinks, then others in the last two ways."""
+    """The shapes of a run: a dense batch with each of the windows, then this batch and others without a window, each
+    without and with sinks."""
     return [*(Shape(*dense, (left, left)) for left in windows),
             *(kind(*x) for x in (dense, *others) for kind in (attention.Shape, SinksShape))]
 
@@ -162,7 +163,7 @@ class SinksCase(attention.Case):
         return reference_attention(q, k, v, self.causal, sinks=self.sinks_of(q).double())
 
     def base(self, q, k, v):
-        """With one key more, whose scores are the sinks, and whose value is 0."""
+        """PyTorch's result with one more key, whose scores are the sinks and whose value is 0."""
         scores = q.new_zeros(q.shape[1], q.shape[2], k.shape[2])
         if self.causal:
             scores.masked_fill_(~attention.causal_mask(q.shape[2], k.shape[2], q.device), -torch.inf)

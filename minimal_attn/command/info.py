@@ -49,7 +49,7 @@ def library() -> Path | None:
 
 
 def print_info() -> None:
-    """Print it all, plainly."""
+    """Print all facts as plain text."""
     from .. import __version__
 
     print(f"minimal_attn:        {__version__}, in {_short(_build.PACKAGE)}")
@@ -78,7 +78,7 @@ def print_info() -> None:
 
 
 def _serves(dtype, head_dim, built):
-    """The backend of "auto", and its kernel where that can be told without a build."""
+    """Name of the backend that "auto" takes, with its kernel if that is known without a build."""
     if dtype in KERNEL_DTYPES and torch.cuda.is_available() and not built and _build.why_not(on_gpu=True) is None:
         return "cuda"
     config = get_attention_config(head_dim, dtype)

@@ -100,7 +100,7 @@ def query_heads(heads, num_heads, num_heads_k):
 
 
 class AllGatherAttention(torch.autograd.Function):
-    """(q, k, v, sinks, attention, an Attention) -> out; all of this rank."""
+    """The function (q, k, v, sinks, Attention) -> out, with this rank's rows of all tensors."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, attention):

@@ -96,7 +96,7 @@ def gathered(k, v, groups, shards, peers):
 
 
 def write_rows(rows, *tensors):
-    """Each of tensors (B, Hk, T, D) to its rows (chunks, rows of one, B, Hk, D)."""
+    """Copies each of the tensors (B, Hk, T, D) to its rows (chunks, rows of a chunk, B, Hk, D)."""
     for x_rows, x in zip(rows, tensors):
         copy(x_rows, x.permute(2, 0, 1, 3).unflatten(0, x_rows.shape[:2]))
 

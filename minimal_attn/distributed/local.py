@@ -110,12 +110,12 @@ def copy_rows(call, whole, part):
 
 
 def empty_lse(q):
-    """(B, H, T), that of rows that have seen no key yet."""
+    """The lse (B, H, T) of rows that have seen no key yet: -inf, in the dtype of sums."""
     return q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q.dtype))
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Make out (B, H, S, D) and lse (B, H, S) those of their own keys and of the keys of a part, in place."""
+    """Add the keys of a part to the result: out (B, H, S, D) and lse (B, H, S) become those of all keys, in place."""
     total = torch.logaddexp(lse, part_lse)
     finite = total.masked_fill(total == -math.inf, 0)  # rows that have seen no key yet: exp(-inf - 0) is 0, not NaN
     out.mul_((lse - finite).exp_()[..., None]).add_(part * (part_lse - finite).exp_()[..., None])

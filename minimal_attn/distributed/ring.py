@@ -36,8 +36,8 @@ class Transfer:
 
 
 def turns(k, v, room):
-    """For each rank whose keys come by, from this one on: (rank, its k, its v), as Room has them. The next ones begin
-    to move before."""
+    """Yields (rank, its k, its v) for each rank whose keys come by, this rank first. k and v are as Room has them. The
+    keys of the next rank already travel meanwhile."""
     kv, shards = room.with_next_keys(torch.cat((k, v), -1)), room.shards
     for step in range(shards.size):
         transfer = Transfer(kv, shards, KEYS) if step + 1 < shards.size else None
@@ -47,7 +47,7 @@ def turns(k, v, room):
 
 
 class RingAttention(torch.autograd.Function):
-    """(q, k, v, sinks, attention, an Attention) -> out; all of this rank."""
+    """The function (q, k, v, sinks, Attention) -> out, with this rank's rows of all tensors."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, attention):

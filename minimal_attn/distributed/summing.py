@@ -49,7 +49,8 @@ def num_sent(parts):
 
 
 def for_both(function, rows, head_dims, gradients, keys):
-    """function(rows (n, B, Hk, D + Dv), dk and dv of these keys), of both halves of rows."""
+    """Calls function(half of rows, gradient of these keys) for dk and for dv. rows: (n, B, Hk, D + Dv), whose halves
+    are columns of dk and of dv."""
     for to, gradient in zip(rows.split_with_sizes(head_dims, -1), gradients):
         function(to, gradient[:, :, keys].permute(2, 0, 1, 3))
 
@@ -110,8 +111,8 @@ class PeerSumming:
 
 
 def begin_sums(heads, gradients, k, v, shards, parts, peers):
-    """(heads, their Summing) of a group of heads. In peer memory, which is kept, there is room for some heads at a
-    time. parts: {rank: its Parts}, of all ranks if there are peers."""
+    """Yields (heads, their Summing) for a group of heads. Peer memory is kept, so it is small: it takes some of the
+    heads at a time. parts: {rank: its Parts}, of all ranks if there are peers."""
     if not peers:
         yield heads, Summing(gradients, k[:, heads], v[:, heads], shards, parts[shards.rank])
         return

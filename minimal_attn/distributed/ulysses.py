@@ -36,7 +36,8 @@ def exchanged(x, shards):
 
 
 class Exchange(torch.autograd.Function):
-    """there(x, shards), one of rows_to_heads and heads_to_rows; back is the other, its transpose and its reverse."""
+    """The differentiable form of there(x, shards), which is rows_to_heads or heads_to_rows. back is the other of the
+    two: the transpose of `there`, and its inverse."""
 
     @staticmethod
     def forward(ctx, x, shards, there, back):

@@ -96,7 +96,8 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
 
 
 def _of_each_sample(cache_seqlens, num_new, q, k_cache, table, table_name, cu_seqlens_q):
-    """int32 (B,) with this int in it; ValueError unless the cache has room for so many keys a sample, and new ones."""
+    """Expands an int cache_seqlens to int32 (B,). ValueError unless the cache has room for so many keys of each sample
+    and for num_new new ones."""
     room, batch_size = k_cache.shape[1], q.shape[0]
     if table is not None:
         check_page_table(table, q.device, table_name)

@@ -130,7 +130,8 @@ def reference_forward(q, k, v, options):
 
 
 def relative_to_max(scores):
-    """Scores minus the largest of their row, and these (B, H, Sq), which count as constants. 0 if it is not finite."""
+    """Returns (scores - row_max, row_max). row_max (B, H, Sq) is each row's largest score, or 0 if that is not finite.
+    It counts as a constant."""
     if is_known(scores.shape[-1] == 0):
         return scores, scores.new_zeros(scores.shape[:-1])
     row_max = scores.detach().amax(-1)

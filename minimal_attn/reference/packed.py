@@ -224,8 +224,8 @@ def _keys(cu_seqlens_k, seqused_k, total):
 
 
 def _padded_rows(begin, seqlen, total):
-    """(B, S): the row of the packed tensor for each row of the padded one, whose length S holds the longest sample. It
-    is all of `total` where the lengths cannot be read."""
+    """Row numbers (B, S) in the packed tensor of each row of the padded one. S is the length of the longest sample, or
+    `total` where the lengths cannot be read."""
     longest = max(1, int(seqlen.max())) if can_read(seqlen) else total
     rows = begin[:, None] + torch.arange(min(longest, total), device=begin.device)
     return rows.clamp(max=total - 1)

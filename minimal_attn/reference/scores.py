@@ -62,8 +62,8 @@ def is_top_left(causal_bias, q, k, name="attn_bias"):
 
 
 def with_causal_bias(window, attn_bias, q, k, lengths):
-    """(window, attn_bias), of which a CausalBias becomes a part of the window where that can say it: lengths move the
-    window, and it has no negative bound. All but attn_bias are checked."""
+    """Returns (window, attn_bias), in which a CausalBias has become a part of the window if possible. It is not with
+    lengths, which move the window, or if the bound would be negative. All but attn_bias are checked."""
     if not is_causal_bias(attn_bias) or lengths.are_given:
         return window, attn_bias
     bound = q.shape[-2] - k.shape[-2] if is_top_left(attn_bias, q, k) else 0  # beyond the bottom-right diagonal
