@@ -48,7 +48,7 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
         One of configs.
 
     Raises:
-        What a config raises, but for one that is too large; that if all are.
+        The error of a config, except where it is too large for the GPU; if all are too large, the error of one of them.
     """
     if len(configs) == 1 or device.type != "cuda" or not is_on():
         return configs[0]

@@ -17,7 +17,7 @@ import triton.language as tl
 
 
 class Sequence(NamedTuple):
-    """Rows [0, seqlen_q) and keys [0, seqlen_k) of sample b are valid. What follows is padding, up to padded_q and
+    """Rows [0, seqlen_q) and keys [0, seqlen_k) of sample b are valid. The rest is padding, up to padded_q and
     padded_k. Kernels write zeros there."""
     b: Any
     q_begin: Any  # its first row in q and in k: 0 in a padded batch
@@ -140,7 +140,7 @@ def block_of_slot(cu_seqlens_ptr, slot, batch_size, total, kBlock: tl.constexpr,
 @triton.jit
 def sample_row(cu_seqlens_ptr, index, batch_size, seqlen):
     """(b, i, element, row) of the row `index` of a padded or packed tensor: it is row i of sample b, and `row` of
-    `element` in the tensor. What follows the last packed sample counts as a part of it."""
+    `element` in the tensor. Rows after the last packed sample count as a part of it."""
     if cu_seqlens_ptr is not None:
         b, end = 0, batch_size
         while b + 1 < end:

@@ -85,7 +85,7 @@ def combine_splits(o_accum_ptr, max_accum_ptr, sum_accum_ptr, o_ptr, lse_ptr,
                    o_batch_stride, o_head_stride, o_row_stride, batch_size, nheads_k, seqlen_q, capacity, max_splits,
                    split_tokens, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr,
                    kIsLocal: tl.constexpr, kGroup: tl.constexpr, kBlockM: tl.constexpr, kBlockDv: tl.constexpr):
-    """One program adds up the splits of one packed row. Those of a row that is not split have been stored already."""
+    """One program adds up the splits of one packed row. The result of a row that is not split is stored already."""
     row, bh = tl.program_id(0) % (split_tokens * kGroup), tl.program_id(0) // (split_tokens * kGroup)
     sample, h_k, token = bh // nheads_k, bh % nheads_k, row // kGroup
     h = h_k * kGroup + row % kGroup

@@ -161,8 +161,8 @@ def passes(attend, tensors, what):
 
 
 def judge(out, whole):
-    """ValueError if out misses causal attention of the whole q, k and v by more than the error rule allows. Of 64 rows,
-    in fp32."""
+    """ValueError if out misses causal attention of the whole q, k and v by more than the error rule allows. It checks
+    64 rows, in fp32."""
     q, k, v = (x.float() for x in whole)
     rows = torch.arange(0, q.shape[2], max(1, q.shape[2] // 64), device=q.device)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))

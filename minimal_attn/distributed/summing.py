@@ -18,7 +18,8 @@ MAX_SUM_BYTES = 128 << 20  # of gradients in peer memory, which is kept
 
 
 class Part(NamedTuple):
-    """Rows of gradients that one rank has for another, from one Call. Those of the calls of all ranks are summed."""
+    """Rows of gradients that one rank has for another, from one Call. The Parts of all calls of all ranks are
+    summed."""
 
     rank: int  # that holds these rows
     rows: slice  # among its own

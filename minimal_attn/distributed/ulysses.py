@@ -1,7 +1,7 @@
 """Context parallelism by heads: every rank gets all rows of some heads, attends, and gives the results back.
 
 Jacobs et al., DeepSpeed Ulysses, 2023. An all-to-all before the call turns a share of the sequence into a share of the
-heads, and one after it does the reverse. What is in between is flash_attention of the whole sequence. Read next:
+heads, and one after it does the reverse. Between them runs flash_attention of the whole sequence. Read next:
 ../modules.py, which uses all this.
 """
 

@@ -184,8 +184,8 @@ def get_scheduler_metadata(batch_size: int, max_seqlen_q: int, max_seqlen_k: int
                            window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0,
                            has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None,
                            sm_margin: int = 0) -> Tensor:
-    """An empty int32 tensor on the device of cache_seqlens: no kernel here needs the plan that flash-attn 3 makes. What
-    it is given changes nothing.
+    """An empty int32 tensor on the device of cache_seqlens: no kernel here needs the plan that flash-attn 3 makes. Its
+    arguments change nothing.
 
     Raises:
         TypeError: cache_seqlens is no dense tensor.

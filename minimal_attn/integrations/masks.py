@@ -250,7 +250,7 @@ def _cu_seqlens(is_first):
 def can_read(x) -> bool:
     """Whether the host may read x: nothing traces, x has values of its own, and no CUDA graph is captured.
 
-    What only watches, such as a profiler, does not matter: it must not change what a mask means.
+    A mode that only watches, such as a profiler, does not count: it must not change what a mask means.
     """
     if is_tracing(x) or x.is_meta:
         return False
