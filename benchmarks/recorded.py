@@ -1,4 +1,4 @@
-"""What write_tables.py and ladder_tables.py share: reading the recorded results, comparing them, writing Markdown.
+"""Code that write_tables.py and ladder_tables.py share: reading the recorded results, comparing them, writing Markdown.
 
 settings() returns {setting: {impl: row}}, where a row is one measured line of benchmarks/h200/*.json.
 """

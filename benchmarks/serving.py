@@ -156,7 +156,7 @@ def make_rows(device, impls):
 
 
 def transcript(device):
-    """What the example prints."""
+    """Runs the example and returns the lines that it prints."""
     with redirect_stdout(io.StringIO()) as printed:
         generate.main(EXAMPLE[device])
     return [line.rstrip() for line in printed.getvalue().splitlines()]

@@ -65,7 +65,8 @@ def results_of(content, only_dtype=None):
 
 
 def panels_of_models(content):
-    """What plot_models() draws of a record of models.py: {title: {impl: (ms, attention_ms)}}, and the title of all."""
+    """Turns a record of models.py into arguments of plot_models(): {title: {impl: (ms, attention_ms)}}, and the title
+    of the picture."""
     panels = {}
     for row in content["rows"]:
         heading = f"{PASSES[row['pass']]}, {row['seqlen']} tokens"
@@ -75,7 +76,7 @@ def panels_of_models(content):
 
 
 def panels_of_serving(content):
-    """What plot_curves() draws of a record of serving.py, with its title and labels."""
+    """Turns a record of serving.py into arguments of plot_curves(): the curves, the title and the labels."""
     curves, meta = {}, content["meta"]
     for row in content["rows"]:
         if row["op"] == "generate":
@@ -85,7 +86,8 @@ def panels_of_serving(content):
 
 
 def panels_of_context_parallel(content):
-    """The same of a record of bench/context_parallel.py. Of each pass and number of key heads there is a panel."""
+    """Turns a record of bench/context_parallel.py into arguments of plot_curves(). Each pass and number of key heads
+    has a panel."""
     panels, meta = {}, content["meta"]
     for row in content["rows"]:
         if row["efficiency"] is not None:

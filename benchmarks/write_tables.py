@@ -90,7 +90,7 @@ def results():
 
 
 def of_decoding():
-    """What README.md says of decode.json: dense caches and one token, by sizes."""
+    """Yields README.md's text about decode.json: dense caches and one token, by sizes."""
     if not is_recorded("decode"):
         return
     all_rows = decode_settings("batch_size", "nheads_k", "seqlen_k", "page_size", seqlen_q=1, lengths="full")
@@ -108,7 +108,7 @@ def of_decoding():
 
 
 def of_models():
-    """What README.md says of models.json."""
+    """Yields README.md's text about models.json."""
     if not is_recorded("models"):
         return
     forward, step = (ratios({x: rows for x, rows in settings("models", "pass", "seqlen").items() if x[0] == which},
@@ -413,7 +413,7 @@ def decode_settings(*keys, **only):
 
 
 def megabytes(row):
-    """What a call reads."""
+    """Megabytes that a call reads."""
     return row["ms"] * row["gbps"]
 
 
@@ -538,7 +538,7 @@ def models():
 
 
 def generate():
-    """What serving.md says of serving.json."""
+    """The text of serving.md about serving.json."""
     if not is_recorded("serving"):
         return ""
     meta, rows = record("serving")["meta"], record("serving")["rows"]

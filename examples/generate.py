@@ -64,7 +64,7 @@ class Server:
         self.cache = weight.new_full((len(model.layers), 2, num_pages, PAGE_SIZE, model.heads_k, model.head_dim),
                                      math.nan).transpose(3, 4)
         self.free_pages, self.running, self.waiting, self.counts = list(range(num_pages)), [], deque(), Counter()
-        # What a forward pass reads. It never moves, as CUDA graphs want it.
+        # Inputs of a forward pass. They never move in memory, since CUDA graphs need fixed addresses.
         size = padded(max_batch)
         self.tokens, self.seqused_k, self.cu_seqlens, self.page_table = (
             torch.zeros(shape, dtype=torch.int32, device=weight.device)

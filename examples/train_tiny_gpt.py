@@ -37,7 +37,7 @@ from minimal_attn.attention import BACKENDS
 from minimal_attn.checks import check_dropout_p
 from minimal_attn.cli import guarded
 
-# What needs rich or matplotlib is imported in functions, where guarded() says in one line that they are missing.
+# Modules that need rich or matplotlib are imported in functions: there guarded() says in one line what is missing.
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = "csrc/*", "triton_ref/*.py"  # what source_digest, which every record holds, is of
@@ -146,7 +146,7 @@ def why_not_here(name, args):
 
 
 def title_of(meta):
-    """Of the picture of the run that meta describes."""
+    """The title of the picture of the run that meta describes."""
     return f"A GPT of {meta['layers']} layers, {meta['dtype']}, on {meta['device']}"
 
 

@@ -118,7 +118,7 @@ def why_not(on_gpu=False):
 
 
 def cannot_build():
-    """What is missing to compile csrc for the CPU, in words, or None."""
+    """Says in words why csrc cannot be compiled for the CPU. None if it can."""
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler):
         return f"no C++ compiler: {compiler} is not on PATH (install g++, or set CXX)"
@@ -128,7 +128,7 @@ def cannot_build():
 
 
 def cannot_build_cuda():
-    """What is missing to compile csrc for GPUs as well, in words, or None."""
+    """Says in words why csrc cannot be compiled for GPUs. None if nothing that GPUs need is missing."""
     if not torch.version.cuda:
         return f"torch {torch.__version__} is a build without CUDA"
     from torch.utils.cpp_extension import CUDA_HOME
@@ -180,7 +180,8 @@ def cuda_archs():
 
 
 def environment():
-    """What a build needs in os.environ: ninja beside a Python that was called by its path, and the list of GPUs."""
+    """Environment variables for a build: a PATH with ninja, also where Python was called by its path, and the list of
+    GPUs."""
     env = {"PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])}
     if cannot_build_cuda() is None:
         env["TORCH_CUDA_ARCH_LIST"] = cuda_archs()
@@ -410,5 +411,5 @@ def _say(text):
 
 
 def _show(line):
-    """On a terminal, in place of the line that is there."""
+    """Replaces the current line of a terminal."""
     print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

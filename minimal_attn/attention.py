@@ -182,8 +182,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
 
 def is_zero(x):
-    """Whether dropout_p or softcap is the default, and needs no check: False is not, which equals 0. Defaults are ints,
-    since torch.compile(dynamic=True) makes symbols of floats, and then compiles twice."""
+    """Whether x, a dropout_p or softcap, is a plain 0 and so needs no check. False equals 0, but has to be checked.
+    Defaults are ints, since torch.compile(dynamic=True) makes symbols of floats and then compiles twice."""
     return (type(x) is float or type(x) is int) and x == 0
 
 

@@ -1,4 +1,5 @@
-"""What every entry point checks before any launch, in one place, so that all backends refuse the same input alike.
+"""Checks that every entry point makes before any launch. They are in one place, so that all backends refuse the same
+input alike.
 
 Each error names the argument, what was given and what is allowed. Read next: lengths.py, the checks of lengths and
 windows.
@@ -64,7 +65,8 @@ def holds(condition):
 
 
 def is_known(condition):
-    """Whether a condition on sizes holds for all that they may be while torch traces, where it makes no guard."""
+    """Whether a condition on sizes is sure to hold. While torch traces, it has to hold for all values that the sizes
+    may have, and no guard is made."""
     if not _may_be_symbol(condition):
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -112,7 +114,8 @@ def broadcasts(shape, other):
 
 
 def is_over(size, limit):
-    """Whether a size is over a limit. torch.export would refuse a guard that a dimension's own range lacks."""
+    """Whether a size is over a limit. Under torch.export no guard is made, and only a size that is sure to be over it
+    counts: export refuses guards that the range declared for a dimension does not imply."""
     return is_known(size > limit) if torch.compiler.is_exporting() else not holds(size <= limit)
 
 
@@ -388,8 +391,11 @@ def is_transformed():
 
 
 def check_no_derivative(what, instead, forward_instead=None, *, has_backward=False, **tensors):
-    """NotImplementedError if a derivative is wanted of an implementation that has none; instead is one that has, and
-    forward_instead one of forward mode, if that is another. has_backward: only forward mode is missing."""
+    """NotImplementedError if a caller wants a derivative that `what` does not have.
+
+    instead: a function that has it. forward_instead: one that has it in forward mode, if that is another. has_backward:
+    only the forward mode is missing.
+    """
     for name, x in tensors.items():
         if wants_gradient(x) and not has_backward:
             raise NotImplementedError(f"{what} has no backward pass yet, but {name} requires grad: call it under "

@@ -67,8 +67,8 @@ def check_lengths(lengths, seq_lens, q, k):
 
 
 def check_samples(lengths, q, total_k):
-    """Raise unless these lengths are those of samples with so many keys, or so many together in a packed batch. Also
-    for caches, where cu_seqlens_k is None.
+    """Raise unless lengths fit q and total_k: the keys of each sample, or of all together in a packed batch. Serves
+    caches as well, whose cu_seqlens_k is None.
 
     TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else.
     """
@@ -132,7 +132,7 @@ def check_max_seqlen(name, max_seqlen):
 
 
 def of_self_attention(error):
-    """error, as it is to be raised where the caller gave one cu_seqlens and one max_seqlen for both q and k."""
+    """Rewords an error for a caller that gave one cu_seqlens and one max_seqlen for both q and k."""
     return reworded(error, re.sub(r"(cu_seqlens|max_seqlen)_[qk](?: and \1_[qk])?", r"\1", str(error)))
 
 

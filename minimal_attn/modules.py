@@ -153,7 +153,7 @@ class FlashMHA(nn.Module):
                 nor with a key_padding_mask and a window at once.
 
         Returns:
-            Of x's shape and dtype; under torch.autocast of autocast's dtype.
+            A tensor of x's shape and dtype; under torch.autocast of autocast's dtype.
 
         Raises:
             TypeError, ValueError: x is not a dense tensor, or of another shape; a mask that does not fit it, or more

@@ -1,6 +1,6 @@
-"""What the facade and its backends have in common: the options of a call, and what a backend is.
+"""The interface between the facade and its backends: the options of a call, and the class of a backend.
 
-Nothing else of the project is imported here. Read next: backends/, which get them.
+This file imports nothing else of the project. Read next: backends/, which get them.
 """
 
 import sys
@@ -48,7 +48,8 @@ class Lengths(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a call asks for beside q, k and v, checked. Every backend gets all of it and takes what it knows."""
+    """The checked arguments of a call beside q, k and v. Every backend gets all of them and takes those that it
+    knows."""
 
     softmax_scale: float
     # (left, right): row i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right, by the
@@ -75,7 +76,7 @@ class Options(NamedTuple):
 
     @property
     def tensors(self):
-        """Its tensors, or None for each that is not given."""
+        """The tensors among these options. None for each that is not given."""
         return (*self.lengths, self.sinks, self.alibi_slopes, self.attn_bias, self.dropout_seed, *self.descales)
 
     def of_op(self):

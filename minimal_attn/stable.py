@@ -81,7 +81,8 @@ class Library:
 
     def fast_forward(self, warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size,
                      lengths, sinks):
-        """As in csrc/binding/fast_path.cpp: out, or (out, lse), or None if the call is unusual or wrong."""
+        """Does what fast_forward of csrc/binding/fast_path.cpp does: returns out, or (out, lse), or None if the call is
+        unusual or wrong."""
         is_packed = lengths[0] is not None
         if not (is_everyday(q, k, v, causal, softmax_scale, window_size, (*lengths, sinks))
                 and (not seq_major or is_packed == (q.ndim == 3))):
@@ -109,7 +110,7 @@ class Library:
 
     def which_kernel(self, q, k, v, has_dropout=False, capability=None, fast_fp64=True, has_sinks=False,
                      has_scores=False, attn_bias=None):
-        """As which_kernel of csrc/ops/ops.cpp; None for tensors without memory of their own, as vmap has them."""
+        """Calls which_kernel of csrc/ops/ops.cpp. None for tensors without memory of their own, such as vmap's."""
         functorch = torch._C._functorch
         if any(functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x) for x in (q, k, v)):
             return None
@@ -118,8 +119,8 @@ class Library:
 
 
 def is_everyday(q, k, v, causal, softmax_scale, window_size, optional):
-    """Whether nothing but a kernel is to be launched, on CUDA tensors, as far as the op does not check it. optional:
-    lengths and sinks."""
+    """Whether a call on CUDA tensors needs nothing but the launch of a kernel. Conditions that the op checks are left
+    to it. optional: lengths and sinks."""
     inputs = q, k, v
     return (isinstance(q, torch.Tensor) and q.is_cuda and is_eager(*inputs) and forward_ad._current_level < 0
             and all(not x.is_nested and x.ndim >= 3 and x.stride(-1) == 1 and x.numel() for x in inputs)
@@ -138,7 +139,7 @@ def _below_autograd(op, *inputs):
 
 
 def backward(*inputs):
-    """The op flash_backward, which learns from here of torch.use_deterministic_algorithms."""
+    """Calls the op flash_backward, and makes it deterministic under torch.use_deterministic_algorithms."""
     *others, deterministic, need_dq, need_dkv, need_dsinks, need_dbias = inputs
     op = torch.ops.minimal_attn.flash_backward.default
     inputs = (*others, deterministic or torch.are_deterministic_algorithms_enabled(), need_dq, need_dkv, need_dsinks,
@@ -148,7 +149,7 @@ def backward(*inputs):
 
 
 class FlashAttention(torch.autograd.Function):
-    """torch shows this name in errors and profiles."""
+    """flash_forward with its derivative. torch shows the name of this class in errors and profiles."""
 
     @staticmethod
     def forward(ctx, *inputs):

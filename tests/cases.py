@@ -159,7 +159,7 @@ BACKWARD_TILE_CASES = [
 ]
 
 
-# What `make test` runs of these: of each kind a case that takes little time.
+# Cases that `make test` runs: one of each kind, which takes little time.
 GATE = {"S1", "S129_causal", "D255", "one_key", "more_queries_causal", "gqa", "mqa", "seq_lens", "seq_lens_gqa",
         "slice", "odd_D17", "aligned_rows_odd_D", "k_bshd_v_bhsd", "expanded", "sm_scale_negative", "tiny",
         "dropout_seq_lens"}

@@ -1,4 +1,4 @@
-"""What every test shares: the implementations of this machine, the order of the tests, what a GPU's record says.
+"""Code that all tests share: the implementations of this machine, the order of the tests, the record of a GPU.
 
 Without a GPU, the Triton kernels run in Triton's interpreter; that has to be decided before Triton is imported.
 """
@@ -102,7 +102,7 @@ def hurry_interpreter():
 
     @functools.cache
     def languages_of(function):
-        """What patch looks for: the modules by which a function knows triton.language."""
+        """The modules by which a function knows triton.language. patch looks for them."""
         language = interpreter.tl, interpreter.tl.core
         return frozenset(x for x in function.__globals__.values() if any(x is module for module in language))
 

@@ -35,8 +35,8 @@ def _in_tile(is_head, cols, head_dim, kMaskCols: tl.constexpr):
 @triton.jit
 def _rotated(x, heads, cols, is_in_tile, head_stride, table_row, cos_ptr, sin_ptr, kRotaryDim: tl.constexpr,
              kInterleaved: tl.constexpr):
-    """[heads, cols] of a row x. A pair (x, y) of columns becomes (x cos - y sin, y cos + x sin), in fp32, rounded
-    once. table_row: that of the row's position, where there are tables."""
+    """Loads [heads, cols] of a row x and rotates it. A pair (x, y) of columns becomes (x cos - y sin, y cos + x sin),
+    in fp32, rounded once. table_row: the row of the tables for the position of x, if there are tables."""
     rows = x + heads.to(tl.int64)[:, None] * head_stride
     tile = tl.load(rows + cols[None, :], mask=is_in_tile, other=0.0)
     if cos_ptr is not None:

@@ -139,9 +139,9 @@ def _transpose_v(v_ptr, vt_ptr, seqused_q_ptr, seqused_k_ptr, v_batch_stride, v_
                  kIsLocal: tl.constexpr, kBlockN: tl.constexpr, kBlockDv: tl.constexpr):
     """Vᵀ (B, Hk, Dv, seqlen_vt), contiguous, of fp8 V: tensor cores take an 8-bit second operand that way alone.
 
-    Within 16 keys, the two axes of [2, 4] pairs are exchanged. With P's columns in the same order a thread's results of
-    Q Kᵀ are, as they lie in its registers, its operand of P V. Keys beyond a sample's end become 0, and those that a
-    window hides from all its rows.
+    Within 16 keys, the two axes of [2, 4] pairs are exchanged. If P's columns have this order as well, a thread's
+    results of Q Kᵀ already lie in its registers as its operand of P V needs them. Keys beyond a sample's end become 0,
+    and so do keys that a window hides from all of its rows.
     """
     n_blocks = tl.cdiv(seqlen_vt, kBlockN)
     bh = (tl.program_id(0) // n_blocks).to(tl.int64)
@@ -389,7 +389,7 @@ _plans = {}  # {all that a launch depends on: the launch}
 
 
 def in_float(options):
-    """options for inputs of to_float."""
+    """Converts the tensors in options to fp32, for inputs converted by to_float."""
     bias = options.attn_bias
     return options._replace(descales=tuple(map(to_float, options.descales)),
                             attn_bias=bias if bias is None or bias.dtype != torch.bfloat16 else to_float(bias))
@@ -436,7 +436,7 @@ def run(q, k, v, options, config=None):
 
 
 def give_up_hopper(reason):
-    """Without attention_hopper.py, which this Triton cannot compile, attention.py serves alone."""
+    """Lets attention.py serve alone from now on, since this Triton cannot compile attention_hopper.py."""
     global hopper_works
     hopper_works = False
     _plans.clear()
@@ -445,7 +445,7 @@ def give_up_hopper(reason):
 
 @functools.cache  # once a reason
 def warn_hopper(reason):
-    """Gluon changes from one Triton to the next."""
+    """Warns that attention_hopper.py does not work. Gluon changes from one release of Triton to the next."""
     warn(f"attention_hopper.py does not work with Triton {triton.__version__}, calls are slower without it: {reason}")
 
 
@@ -483,7 +483,7 @@ def choose(config, autotune, arguments, lengths, window, is_negative, tma):
 
 
 def __getattr__(name):
-    """attention and calculate_block_sizes are here as well, for those who look for them beside the kernel."""
+    """Gives classic.py's attention and calculate_block_sizes, for callers who look for them beside the kernel."""
     if name in ("attention", "calculate_block_sizes"):
         return late.of_classic(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -94,7 +94,7 @@ def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
     differ, a sample may thus have another number of splits than it would have alone, and the last bits of its dK and dV
     depend on the padding.
 
-    One in a packed batch, whose lengths the host does not know."""
+    The result is 1 for a packed batch, whose lengths the host does not know."""
     if is_packed:
         return 1
     rows = group * seqlen_q
@@ -241,7 +241,7 @@ def dbias_of(options, dbias):
 
 @functools.cache
 def _stream(device, first):
-    """A stream for each other one: one thread's may be part of a CUDA graph in the making."""
+    """A second stream for each first one. Threads do not share it, since one may be capturing a CUDA graph."""
     return torch.cuda.Stream(device)
 
 

@@ -48,7 +48,7 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
         One of configs.
 
     Raises:
-        What a config raises, but for one that is too large; that if all are.
+        The error of a config, except where it is too large for the GPU; if all are too large, the error of one of them.
     """
     if len(configs) == 1 or device.type != "cuda" or not is_on():
         return configs[0]
@@ -84,7 +84,8 @@ def _sources() -> str:
 
 
 def _file(kernel, configs, device):
-    """Another GPU, another Triton, other sources or another list of configs is another file."""
+    """The file of choices of a kernel. It depends on the GPU, the version of Triton, the sources and the list of
+    configs."""
     digest = hashlib.sha256(repr((triton.__version__, _sources(), configs)).encode()).hexdigest()[:12]
     return cache_dir() / f"{kernel}-{re.sub('[^A-Za-z0-9]+', '-', device_name(device))}-{digest}.json"
 
@@ -125,7 +126,8 @@ def _read(file):
 
 
 def _write(file, stored):
-    """Whole or not at all. Two that tune at once may lose a choice, which is then made again."""
+    """Writes the file as a whole or not at all. If two processes tune at once, one choice may get lost, and is then
+    made again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")

@@ -74,7 +74,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM
 
 
 class _Attention(torch.autograd.Function):
-    """Tiles of the caller's choice forwards, of attention_bwd.py's backwards."""
+    """Attention whose forward pass has the tiles of `config`. attention_bwd.py chooses those of the backward pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, softmax_scale, causal, config):

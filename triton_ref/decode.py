@@ -41,7 +41,7 @@ def _gather(x, block, row, block_stride, row_stride, is_row, num_cols, kMaskCols
 @triton.jit
 def _block_of_keys(page_table_ptr, batch_idx_ptr, b, row, is_key, page_table_stride, num_sequences,
                    kPageSize: tl.constexpr):
-    """(block, row in it) of rows of a sample: of its pages, or of its cached sequence. What tables say is clamped. A
+    """(block, row in it) of rows of a sample: of its pages, or of its cached sequence. Entries of tables are clamped. A
     cache without sequences has block -1."""
     if page_table_ptr is not None:
         block = tl.load(page_table_ptr + tl.cast(b, tl.int64) * page_table_stride + row // kPageSize, mask=is_key,

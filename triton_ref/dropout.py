@@ -40,7 +40,7 @@ def keep_tile(seed_ptr, keep_count, b, h, row0, col0, kBlockM: tl.constexpr, kBl
 
 @triton.jit
 def carries(word, keep_count):
-    """15 bits of each half of a word plus keep_count, whose 16th bit says that an element is kept."""
+    """Adds keep_count to 15 bits of each half of a word. The 16th bit of each sum says whether an element is kept."""
     return (word & 0x7FFF7FFF) + keep_count.to(tl.uint32, bitcast=True) * 0x10001
 
 

@@ -1,5 +1,5 @@
-"""What attention.py, attention_bwd.py and matmul.py share on the host: what a GPU has, launches that keep all that the
-next call can use again, plans of such launches, and sums of partial results.
+"""Host code that attention.py, attention_bwd.py and matmul.py share: the properties of a GPU, launches that keep
+all that the next call can use again, plans of such launches, and sums of partial results.
 
 Read next: autotune.py, which chooses what a plan holds.
 """
@@ -31,7 +31,8 @@ class Properties(NamedTuple):
 
 @functools.cache
 def properties(device):
-    """Those of a GPU, as Triton's driver tells them; of an H200 but for TMA in the interpreter, which has no limits."""
+    """Properties of a GPU, from Triton's driver. The interpreter, which has no limits, gets those of an H200 without
+    TMA."""
     if INTERPRETING:
         return Properties(0, 227 << 10, 132)
     with torch.accelerator.device_index(device.index):
@@ -49,7 +50,7 @@ def to_float(x):
 
 @dataclass(frozen=True)
 class _Memory:
-    """What a descriptor asks of its tensor; unlike that, it keeps no memory alive."""
+    """Stands for the tensor of a descriptor: it has all that the descriptor asks for, but keeps no memory alive."""
     address: int
     dtype: torch.dtype
 
@@ -174,10 +175,13 @@ def num_samples(q, lengths):
 
 
 def kind_of(q, k, lengths, window):
-    """What a choice of tiles depends on beside dtype and head_dim. Lengths of tensors count by the power of two that
-    they reach: 1025 to 2048 are tuned as one. A packed batch's do not: no sample's result may depend on its batch.
-    Of a window that is neither none nor causal, the number of keys that a row sees counts in the same way: in a narrow
-    one a large tile computes much that the mask then drops."""
+    """The part of a tuning key that says on what a choice of tiles depends beside dtype and head_dim.
+
+    Lengths of tensors are rounded up to a power of two: 1025 to 2048 are tuned as one. Lengths of packed batches are
+    left out: no sample's result may depend on its batch. For a window that is neither none nor causal, the number of
+    keys that a row sees counts as well, rounded in the same way: in a narrow window a large tile computes much that the
+    mask then drops.
+    """
     left, right, is_causal, is_local = mask_of(window)
     kind = is_causal, is_local, lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None
     sizes = () if lengths.is_packed else (q.shape[2], k.shape[2])

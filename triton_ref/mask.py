@@ -1,8 +1,8 @@
 """Which keys a query row sees, and which rows see a key: one mask for all kernels of the twin, forward and backward.
 
-It is that of csrc/common/mask.cuh. The keys of a row are one range, and neither end of it moves back from one row to
-the next. So the blocks that a tile of rows needs are a range too. The full blocks, which all its rows see whole, are a
-range within it. They need no mask. The other ones, before and after them, are cut by the mask.
+It is the mask of csrc/common/mask.cuh. The keys of a row are one range, and neither end of it moves back from one row
+to the next. So the blocks that a tile of rows needs are a range too. The full blocks, which all its rows see whole, are
+a range within it. They need no mask. The other ones, before and after them, are cut by the mask.
 
 Without a window the range of a row begins at key 0, and without a mask that of a key at row 0. The compiler finds out
 both, since it knows the flags of a mask. That saves registers, and so may fit another block on an SM.

@@ -130,7 +130,7 @@ def _ranked(dtype, m, n, k, is_tma, num_sms, shared_memory):
 
 
 def _config(dtype, kBlockM, kBlockN, kBlockK, kSplits, is_tma, shared_memory):
-    """With as many stages as there is memory for, up to 5, which is where they gain no more."""
+    """A config with as many stages as there is memory for, at most 5, since more gain nothing."""
     warps_of_4 = _cdiv(kBlockM * kBlockN, 64 * 64 if dtype == torch.float32 else 128 * 128)
     c_bytes = kBlockM * kBlockN * (dtype.itemsize if kSplits == 1 else 4) if is_tma else 0
     barriers = 1024
@@ -153,13 +153,13 @@ def _contiguous_dim(x):
 
 
 def _tile(x, dim, kBlockRows, kBlockCols):
-    """What Launch asks of a matrix, whose transpose TMA reads where dimension 0 is the contiguous one."""
+    """Makes (matrix, sizes of a tile), as Launch takes it. Where dimension 0 is contiguous, TMA reads the transpose."""
     return (x, (kBlockRows, kBlockCols)) if dim == 1 else (x.T, (kBlockCols, kBlockRows))
 
 
 def _launch(a, b, c, dims, num_sms, config):
-    """What is to be called with (a, b, c) for c = a @ b. dims: the contiguous dimensions of a and b for TMA, or None to
-    read through pointers."""
+    """Makes a function of (a, b, c) that computes c = a @ b. dims: the contiguous dimensions of a and b for TMA, or
+    None to read through pointers."""
     (m, k), n = a.shape, b.shape[1]
     kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages = config.values()
     m_blocks = _cdiv(m, kBlockM)
@@ -209,7 +209,8 @@ _plans = {}  # {all that a launch depends on: the launch}
 
 
 def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
-    """As _launch, by the config that is to be. Autotuning overwrites c."""
+    """Returns _launch's function for a config: that of the given sizes of blocks, else the tuned or the usual one.
+    Autotuning overwrites c."""
     (m, k), n = a.shape, b.shape[1]
     capability, shared_memory, num_sms = properties(a.device)
     dims = _contiguous_dim(a), _contiguous_dim(b)

@@ -1,7 +1,7 @@
-"""What the backward pass needs of each row beside its tensors: delta, and lse, from which P is formed again.
+"""Numbers of each row that the backward pass needs beside its tensors: delta, and lse, from which P is formed again.
 
-_preprocess computes both into tensors whose rows are padded, so that every tile is whole, and if it is needed what each
-row adds to dsinks. Read next: attention.py.
+_preprocess writes both to tensors whose rows are padded, so that every tile is whole. If dsinks is
+needed, it also writes what each row adds to it. Read next: attention.py.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""What becomes of a score before the softmax: softcap, ALiBi, biases and masks, for the kernels of both passes.
+"""Changes of a score before the softmax: softcap, ALiBi, biases and masks, for the kernels of both passes.
 
     score = factor · q·k, or with a softcap its tanh          factor = softmax_scale / unit
             - slope / unit · |row + seqlen_k - seqlen_q - key|
@@ -6,7 +6,7 @@
     unit  = the softcap, so that its product takes no instruction of its own, or else 1
     P     = exp(unit · score - lse)
 
-It is that of ../csrc/mods/score_mods.cuh. A bias is read by its strides, each tile when it is needed.
+The formula is that of ../csrc/mods/score_mods.cuh. A bias is read by its strides, each tile when it is needed.
 
 Read next: attention_bwd_kernels.py, which changes its scores by it as well; attention_bwd_bias.py, the gradient of a
 bias.
@@ -26,8 +26,8 @@ LOWEST = tl.constexpr(-1e30)
 
 
 class Numbers(NamedTuple):
-    """Those of one head of a sample. What a call goes without is a number that nobody reads: a function cannot return
-    None among others in Triton 3.6."""
+    """Numbers by which the scores of one head of a sample change. An option that the call does not use is a number that
+    nobody reads, since a function cannot return None among others in Triton 3.6."""
     factor: Any
     unit: Any
     per_unit: Any  # 1 / unit
@@ -38,7 +38,7 @@ class Numbers(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What changes the scores of a tile; a kernel's parameters are None for what the call goes without."""
+    """All that changes the scores of a tile. A parameter is None if the call does not use its option."""
     numbers: Any
     softcap: Any
     alibi_ptr: Any
@@ -66,7 +66,7 @@ def score_numbers(scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride, bias_
 
 @triton.jit
 def capped(scores, s):
-    """factor · q·k, or its tanh; q·k where nothing changes it."""
+    """Turns s = q·k into factor · q·k, or into its tanh with a softcap. s is kept where nothing changes scores."""
     if scores.softcap is not None or scores.alibi_ptr is not None or scores.bias_ptr is not None:
         s *= scores.numbers.factor
     if scores.softcap is not None:
@@ -76,7 +76,7 @@ def capped(scores, s):
 
 @triton.jit
 def through_cap(scores, ds, s):
-    """The derivative by factor · q·k, of that by the score, ds. s: of capped."""
+    """Turns ds, the derivative by the score, into the derivative by factor · q·k. s: the result of capped."""
     if scores.softcap is not None:
         ds *= 1 - s * s
     return ds
@@ -84,10 +84,10 @@ def through_cap(scores, ds, s):
 
 @triton.jit
 def shifted(scores, s, rows, cols, kIsFull: tl.constexpr = False, kClamps: tl.constexpr = True):
-    """What capped gives, with ALiBi and the bias. Of rows and cols, one is [:, None], the other [None, :].
+    """Adds ALiBi and the bias to s, the result of capped. One of rows and cols is [:, None], the other [None, :].
 
-    kIsFull: there is a key for each of cols. kClamps: a finite bias counts as LOWEST at least. Without it a low bias
-    stays what it is, unless there is a softcap.
+    kIsFull: there is a key for each of cols. kClamps: a finite bias below LOWEST counts as LOWEST. Without kClamps a
+    low bias is kept, unless there is a softcap.
     """
     if scores.alibi_ptr is not None:
         distances = (rows + (scores.numbers.seqlen_k - scores.numbers.seqlen_q)).to(tl.float32) - cols.to(tl.float32)
@@ -110,8 +110,8 @@ def shifted(scores, s, rows, cols, kIsFull: tl.constexpr = False, kClamps: tl.co
 
 @triton.jit
 def _load_bias(scores, rows, cols, kIsFull: tl.constexpr):
-    """That of all rows and keys of a tile, of size 1 along a dimension that shares one. Rows beyond the end read the
-    last row. Beyond the last key it is 0; with kIsFull there is nothing beyond it."""
+    """Loads the bias of a tile. Along a dimension in which all share one bias, the size is 1. Rows beyond the end read
+    the last row. Keys beyond the end get 0; with kIsFull there are none."""
     pointers = scores.numbers.bias
     if scores.row_stride is not None:
         pointers += tl.maximum(tl.minimum(rows, scores.numbers.seqlen_q - 1), 0).to(tl.int64) * scores.row_stride
@@ -126,7 +126,8 @@ def _load_bias(scores, rows, cols, kIsFull: tl.constexpr):
 
 @triton.jit
 def _tanh(x, kFast: tl.constexpr):
-    """By NVIDIA's approximation, to 11 bits, or to the last bits of fp32: Cephes' tanhf (Moshier, 1992)."""
+    """tanh(x). kFast: NVIDIA's approximation, right to 11 bits. Else Cephes' tanhf (Moshier, 1992), right to the last
+    bits of fp32."""
     if kFast:
         y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -165,6 +166,6 @@ def bias_bytes(bias):
 
 
 def kind_of_scores(alibi_slopes, bias, softcap):
-    """What a choice of tiles depends on beside all else."""
+    """The part of a tuning key that says how a call changes its scores."""
     of_bias = None if bias is None else (str(bias.dtype), bias.shape[2] > 1, bias.shape[3] > 1)
     return alibi_slopes is not None, of_bias, softcap is not None

@@ -1,4 +1,5 @@
-"""Which sample a program works on, how long it is, and where its rows are in memory: that of csrc/common/sequence.cuh.
+"""Which sample a program works on, how long it is, and where its rows are in memory, as csrc/common/sequence.cuh
+does.
 
 In a padded batch every sample is an element of the first dimension. In a packed one the samples lie one after the other
 in the rows of a single element, and cu_seqlens says where each begins. The host never reads it: the programs of a head
@@ -16,7 +17,7 @@ import triton.language as tl
 
 
 class Sequence(NamedTuple):
-    """Rows [0, seqlen_q) and keys [0, seqlen_k) of sample b are valid. What follows is padding, up to padded_q and
+    """Rows [0, seqlen_q) and keys [0, seqlen_k) of sample b are valid. The rest is padding, up to padded_q and
     padded_k. Kernels write zeros there."""
     b: Any
     q_begin: Any  # its first row in q and in k: 0 in a padded batch
@@ -82,7 +83,7 @@ def rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i, capacity, seqle
 
 @triton.jit
 def used(seqused_ptr, b, seqlen):
-    """How many of the seqlen rows that sample b could have it uses."""
+    """How many rows sample b uses, of the seqlen rows that it may use."""
     if seqused_ptr is not None:
         seqlen = tl.minimum(tl.maximum(tl.load(seqused_ptr + b), 0), seqlen)
     return seqlen
@@ -118,7 +119,8 @@ def num_slots(cu_seqlens_ptr, batch_size, seqlen, kBlock: tl.constexpr, kGroup: 
 
 @triton.jit
 def _first_slot(cu_seqlens_ptr, b, total, kBlock: tl.constexpr, kGroup: tl.constexpr):
-    """In a packed batch. Between two samples' first slots there are as many as the first one's rows need."""
+    """First slot of sample b in a packed batch. Up to the first slot of the next sample there are enough slots for all
+    rows of b."""
     return _begin(cu_seqlens_ptr, b, total) * kGroup // kBlock + b
 
 
@@ -138,7 +140,7 @@ def block_of_slot(cu_seqlens_ptr, slot, batch_size, total, kBlock: tl.constexpr,
 @triton.jit
 def sample_row(cu_seqlens_ptr, index, batch_size, seqlen):
     """(b, i, element, row) of the row `index` of a padded or packed tensor: it is row i of sample b, and `row` of
-    `element` in the tensor. What follows the last packed sample counts as a part of it."""
+    `element` in the tensor. Rows after the last packed sample count as a part of it."""
     if cu_seqlens_ptr is not None:
         b, end = 0, batch_size
         while b + 1 < end:

@@ -18,7 +18,7 @@ from .mask import keys_of, make_mask
 from .sequence import cached_sequence, head_of
 
 MAX_SPLITS = 32  # where num_splits is 0
-# Of a split. Every split but the last has a multiple of it, and so of kBlockN: no block has keys of two splits.
+# Every split but the last has a multiple of MIN_KEYS keys, and so of kBlockN: no block has keys of two splits.
 MIN_KEYS = tl.constexpr(64)
 # Samples with more packed rows are not split: they have programs enough, and partial results take memory.
 SPLIT_ROWS = 64
@@ -51,8 +51,11 @@ def share_keys(seq, mask, row0, max_splits, split_tokens, kGroup: tl.constexpr, 
 
 @triton.jit
 def score_units(softmax_scale, softcap, alibi_ptr):
-    """The unit of scores (scores.py), and the same for powers of two. A scale of 0 makes all scores alike; so does the
-    least number, which does not turn a masked -inf into NaN."""
+    """Returns (unit of scores, see scores.py; this unit times log2(e), for powers of two).
+
+    A scale of 0 would turn a masked -inf into NaN. The second unit is therefore at least 1e-37, which also makes all
+    scores alike.
+    """
     unit = tl.abs(tl.cast(softmax_scale, tl.float32))
     if softcap is not None:
         unit = tl.cast(softcap, tl.float32)
@@ -82,7 +85,7 @@ def combine_splits(o_accum_ptr, max_accum_ptr, sum_accum_ptr, o_ptr, lse_ptr,
                    o_batch_stride, o_head_stride, o_row_stride, batch_size, nheads_k, seqlen_q, capacity, max_splits,
                    split_tokens, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr,
                    kIsLocal: tl.constexpr, kGroup: tl.constexpr, kBlockM: tl.constexpr, kBlockDv: tl.constexpr):
-    """One program adds up the splits of one packed row. Those of a row that is not split have been stored already."""
+    """One program adds up the splits of one packed row. The result of a row that is not split is stored already."""
     row, bh = tl.program_id(0) % (split_tokens * kGroup), tl.program_id(0) // (split_tokens * kGroup)
     sample, h_k, token = bh // nheads_k, bh % nheads_k, row // kGroup
     h = h_k * kGroup + row % kGroup

@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def forward_flops(q, k, v, *lengths, out_val=None, **others):
-    """Both products. lengths begin with cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k."""
+    """FLOPs of both products. lengths begin with cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k."""
     return 2 * q.shape[1] * num_scores(q, k.shape[2], *lengths[:4]) * (q.shape[3] + v.shape[3])
 
 
 def backward_flops(dout, dlse, q, k, v, out, lse, *lengths, out_val=None, **others):
-    """The scores again and four products, also where some are not needed."""
+    """FLOPs of the scores, formed again, and of four products. All count, also those that a call does not need."""
     return 2 * q.shape[1] * num_scores(q, k.shape[2], *lengths[:4]) * (3 * q.shape[3] + 2 * v.shape[3])
 
 

@@ -25,7 +25,7 @@ SINKS, ATTN_BIAS = 7, 9  # where these are among them
 
 
 def save(ctx, inputs, output):
-    """What backward_of's function needs of an op's forward pass."""
+    """Saves in ctx everything that the function made by backward_of reads from an op's forward pass."""
     q, k, v, *tensors, softmax_scale, softcap, left, right, dropout_p, dropout_seed, mode = inputs[:NUM_INPUTS]
     ctx.num_inputs = len(inputs)
     ctx.numbers = softmax_scale, softcap, left, right, dropout_p
@@ -73,8 +73,8 @@ def _backward_shapes(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, 
 
 
 def register(forward, backward, run, backend):
-    """Give the op named `forward` shapes and a derivative, by run, and the op named `backward` shapes alone; and to
-    both what they count for."""
+    """Register shapes and FLOPs of the two ops named `forward` and `backward`, and the derivative of `forward`, which
+    calls run."""
 
     def no_second_derivative(ctx, *gradients):
         raise NotImplementedError(f"backend={backend!r} has no second derivative: use backend='torch' with "
@@ -90,7 +90,8 @@ def register(forward, backward, run, backend):
 
 @functools.cache
 def register_csrc(run=None):
-    """Once, after the library that defines the ops is loaded. run: what the backward pass calls in place of the op."""
+    """Register csrc's ops. Call it once, after the library that defines them is loaded. run: a function that the
+    backward pass calls in place of the op flash_backward."""
     torch.library.register_fake("minimal_attn::flash_decode", _forward_shapes)
     torch.library.register_fake("minimal_attn::append_kvcache", append_shapes)
     register_flops("flash_decode", decode_flops)

@@ -13,7 +13,7 @@ from ..reference.pages import over_gathered
 
 
 def _forward(q, k, v, options):
-    """reference_forward, and fp8: in fp32 with what the descales make of it."""
+    """Calls reference_forward. fp8 inputs are first converted to fp32 and multiplied by their descales."""
     dtype = out_dtype(q.dtype)
     if dtype != q.dtype:
         if options.lengths.is_packed:  # descales are those of samples
@@ -26,15 +26,15 @@ def _forward(q, k, v, options):
 
 
 def always(device=None):
-    """Backend's why_not of what runs anywhere."""
+    """The why_not of a Backend that runs on every device."""
     return None
 
 
 def by_autograd(forward):
-    """A Backend's backward by its forward, which is computed again.
+    """Makes a Backend's backward from its forward, which is computed again.
 
-    With w = exp(lse of these keys - lse of all), their share of the result is w · out of these keys, and the gradients
-    of the two factors follow.
+    out and lse may be those of more keys than k has. With w = exp(lse of k's keys - lse of all keys), k's keys add
+    w · (out of k's keys) to the result, and the gradients of the two factors follow.
     """
 
     def backward(dout, q, k, v, out, lse, options):

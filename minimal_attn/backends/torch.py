@@ -33,7 +33,8 @@ def _copied_if_needed(x):
 
 
 def _expanded_if_needed(mask, sizes):
-    """mask, expanded along dimensions whose size only data will tell: SDPA asks there whether it is 1 as the mask's."""
+    """Expands mask along dimensions whose size only data will tell. Without that, SDPA would ask whether their size is
+    1, as it is in the mask."""
     is_decided = [is_static(n) or is_known(n > 1) for n in sizes[-mask.ndim:]]
     if all(is_decided):
         return mask

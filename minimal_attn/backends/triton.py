@@ -17,7 +17,7 @@ from .flops import decode_flops, register_flops
 
 @dataclass(frozen=True)
 class Twin:
-    """What triton_ref offers."""
+    """The functions of triton_ref that this backend calls."""
 
     forward: Callable  # as Backend's
     forward_cached: Callable  # as Backend's

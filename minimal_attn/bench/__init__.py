@@ -190,7 +190,7 @@ def write_json(file, meta, results):
 
 
 def serving(table, impls, dtype):
-    """Those of impls that a table {name: Impl} has for a dtype at all."""
+    """Filters impls: keeps the names that are in table {name: Impl} and serve dtype."""
     return [impl for impl in impls if impl in table and dtype in table[impl].dtypes]
 
 

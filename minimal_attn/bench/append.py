@@ -1,4 +1,4 @@
-"""What is compared in appending: attention to caches that first writes one new key of each sample, with and without
+"""Benchmark of appending: attention to caches that first writes one new key of each sample, with and without
 rotary embedding, beside the call that finds all keys there.
 
 Caches and times are those of decode.py. The new keys are the last ones of each sample. Every call writes them again, so
@@ -52,7 +52,7 @@ def rotating_call(q, k, v, call, backend):
 
 
 def judge_append(forward, impl, case):
-    """As measure.judge, of a call on a cache in which the new keys and values are NaN before."""
+    """Judges a call as measure.judge does, but first fills the places of the new keys and values with NaN."""
     for x in case.args[1:3]:
         x[case.places] = torch.nan
     return measure.compared(case, impl, forward(*case.args))
@@ -62,7 +62,7 @@ CALLS = {":attend": decode.cached_call, "": appending_call, ":rotary": rotating_
 
 
 def impl_of(name, backend):
-    """That of a name such as "cuda:rotary", by this backend."""
+    """Makes the Impl of a name such as "cuda:rotary", run by this backend."""
     kind = name.removeprefix(name.split(":")[0])
     forward = functools.partial(CALLS[kind], backend=backend)
     judge = functools.partial(judge_append, forward, name) if kind != ":attend" else None
@@ -75,7 +75,7 @@ PROFILES = {"cuda": ("minimal flash decoding that appends", IMPLS["cuda"].forwar
 
 
 def measured(case, impl):
-    """Those of measure.measured, and µs."""
+    """Adds the time in µs to the numbers of measure.measured."""
     numbers = measure.measured(case, impl)
     return numbers | {"us": float(f"{1e3 * numbers['ms']:.6g}")}
 

@@ -1,4 +1,4 @@
-"""What is compared in attention: the table of implementations, ours and every peer that can be imported, and a Case.
+"""Benchmark of attention: the table of implementations, ours and every peer that can be imported, and a Case.
 
 Read next: varlen.py, window.py, scores.py and decode.py, calls that ask for more; measure.py, which makes a row of the
 JSON from one of each.
@@ -83,7 +83,7 @@ DEFAULT_SEQLENS = {"cuda": "64,128,256,512,1024,2048,4096", "cpu": "32,64,128"} 
 
 @dataclass(eq=False)  # one is like no other, so that what is cached by it is its own
 class Call:
-    """What a call asks for beside q, k and v, where that is more than a causal mask."""
+    """Arguments of a call beside q, k and v, where there are more than a causal mask."""
 
     causal: bool
     keywords: dict = field(default_factory=dict)  # of flash_attention and reference_attention
@@ -101,7 +101,7 @@ def causal_mask(seqlen_q, seqlen_k, device):
 
 
 def manual_attn(q, k, v, causal):
-    """What flash attention is to beat: all scores go to memory and come back, several times."""
+    """Plain attention, the baseline: all scores go to memory and come back, several times."""
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     att = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]))
@@ -201,7 +201,7 @@ IMPLS = {
     **{module: Impl(package(module), ("cuda",), dtypes=HALVES)  # FlashAttention-2 and -3
        for module in ("flash_attn", "flash_attn_interface") if importlib.util.find_spec(module)},
 }
-# What is profiled, by the first part of a name in IMPLS.
+# Functions to profile, by the first part of a name in IMPLS.
 PROFILES = {
     "manual": ("manual attention", manual_attn),
     "cuda": ("minimal flash attention", flash_cuda),
@@ -235,7 +235,8 @@ def host_cost(device):
 
 
 def attention_with_fp8_probabilities(q, k, v, causal):
-    """What rounding P to fp8 costs: the base of the error rule for fp8, in bf16."""
+    """Attention in fp32 but for P, which is rounded to fp8. Its error is the base of the error rule for fp8. Returns
+    bf16."""
     k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q.float() @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]))
     if causal:
@@ -286,7 +287,7 @@ class Case:
         return reference_attention(q, k, v, self.causal)
 
     def base(self, q, k, v):
-        """What PyTorch makes of the same, whose error the error rule takes."""
+        """PyTorch's result in the dtype of the inputs. Its error sets the error that is allowed."""
         is_fp8 = self.dtype in FP8_DTYPE_NAMES
         forward = attention_with_fp8_probabilities if is_fp8 else IMPLS["torch:math"].forward
         return forward(q, k, v, self.causal)
@@ -300,8 +301,8 @@ class Case:
         return truth_fits(cls.scores_kept * heads * shape.seqlen_q * shape.seqlen_k, device)
 
     def judged(self, x):
-        """What is compared with the truth, of x (B, H or Hk, S, D): all, or, where fp64 has no room for that, the last
-        key/value head of the last sample and the query heads that read it."""
+        """The part of x (B, H or Hk, S, D) that is compared with the truth. This is all of x if that fits in fp64. Else
+        it is the last key/value head of the last sample, or the query heads that read it."""
         if truth_fits(self.scores_kept * self.shape.elements, self.device):
             return x
         return x[-1:, -(x.shape[1] // self.shape.nheads_k):]

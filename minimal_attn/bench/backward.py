@@ -1,4 +1,4 @@
-"""What is compared in the backward pass: dq, dk and dv of the implementations of attention.py that have a derivative.
+"""Benchmark of the backward pass: dq, dk and dv of the implementations of attention.py that have a derivative.
 
 Only the backward pass is timed; a graph is made once for each case. Beside the usual pass there are deterministic ones
 and those with dropout. Read next: forward_backward.py, both passes in one call; measure.py.
@@ -27,7 +27,7 @@ ROW = (*attention.ROW[:-len(MEASURED)], *USUAL, *MEASURED)
 
 class VariantShape(NamedTuple("Shape", [*Shape.__annotations__.items(), ("deterministic", bool),
                                         ("dropout_p", float)])):
-    """That of a usual pass, and what is not usual."""
+    """The shape of a usual pass and the variant: deterministic, or with dropout."""
 
     __slots__ = ()
 
@@ -79,7 +79,8 @@ def graph_of(forward, q, k, v, causal):
 
 
 def forced_by(name, function):
-    """function, by the kernel of csrc that a name of IMPLS forces: for the backward pass it is chosen there anew."""
+    """Makes function run by the kernel of csrc that a name of IMPLS forces. The backward pass chooses its kernel anew,
+    so it needs this too."""
     kernel = name.removeprefix("cuda:")
     return by_kernel(kernel, function) if kernel in GPU_KERNELS else function
 
@@ -173,7 +174,7 @@ class VariantCase(Case):
         return Call(self.causal, keywords | dict(deterministic=self.shape.deterministic))
 
     def exact(self, q, k, v):
-        """Without what the call drops of the heads that are judged, the last ones."""
+        """The exact result for the judged heads, which are the last ones. It drops the same elements as the call."""
         keywords = {key: value for key, value in self.args[-1].keywords.items() if key != "deterministic"}
         if keywords:
             first_head, first = self.shape.nheads - q.shape[1], self.shape.batch_size - q.shape[0]

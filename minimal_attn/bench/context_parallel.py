@@ -124,12 +124,13 @@ def measure(seqlen, heads_k, device, calls):
 
 
 def torchs_attention(q, k, v):
-    """By the name in its module, where context_parallel puts its own."""
+    """torch's attention, looked up in its module at each call: context_parallel puts its own function there."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def torchs_context_parallel(seqlen, device):
-    """torch's own, within which scaled_dot_product_attention takes shards in its order, which is the zigzag layout."""
+    """torch's context_parallel. Within it, scaled_dot_product_attention takes shards in torch's order, which is the
+    zigzag layout."""
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -139,7 +140,7 @@ def torchs_context_parallel(seqlen, device):
 
 @contextmanager
 def plain():
-    """NCCL gathers all heads at once, before the kernel begins."""
+    """Lets NCCL gather all heads at once, before the kernel begins."""
     with mock.patch.multiple(by_all_gather, peers_of=lambda *_: None, NUM_GROUPS=1, MAX_BYTES=1 << 62):
         yield
 
@@ -160,8 +161,8 @@ def passes(attend, tensors, what):
 
 
 def judge(out, whole):
-    """ValueError if out misses causal attention of the whole q, k and v by more than the error rule allows. Of 64 rows,
-    in fp32."""
+    """ValueError if out misses causal attention of the whole q, k and v by more than the error rule allows. It checks
+    64 rows, in fp32."""
     q, k, v = (x.float() for x in whole)
     rows = torch.arange(0, q.shape[2], max(1, q.shape[2] // 64), device=q.device)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))

@@ -1,4 +1,4 @@
-"""What is compared in decoding: one query token of each sample, or a few, and the keys and values of a cache.
+"""Benchmark of decoding: one query token of each sample, or a few, and the keys and values of a cache.
 
 A call is bound by the reading of K and V. So its rate in GB/s stands beside that of a plain read of as many bytes. One
 call lasts microseconds, and a model replays many of them as a CUDA graph. So the time is that of a graph of calls on
@@ -35,7 +35,8 @@ WARMUP_MS, REPLAYS = 50, 15  # of the graph. Right after a pause, reads have bee
 
 
 class OfCache:
-    """What shapes of calls to caches share: a dense one in their first six fields, and the keys of each sample."""
+    """Base of the shapes of calls to caches. Their first six fields are a dense shape, and seqlens gives the valid keys
+    of each sample."""
 
     __slots__ = ()
     rate = "gbps"
@@ -46,7 +47,7 @@ class OfCache:
 
     @property
     def bytes(self):
-        """Of the valid keys and their values, in 16 bits."""
+        """Bytes of the valid keys and their values, in 16 bits."""
         return 2 * 2 * self.nheads_k * self.head_dim * sum(self.seqlens)
 
     x = bytes
@@ -54,8 +55,11 @@ class OfCache:
 
 class Shape(OfCache, NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("page_size", int),
                                           ("lengths", str)])):
-    """That of a dense batch with room for seqlen_k keys in each sample; page_size is 0 for one tensor of sequences, and
-    lengths "full", or "drawn" for numbers of valid keys from 1 to seqlen_k."""
+    """The shape of a dense batch whose caches hold up to seqlen_k keys for each sample.
+
+    page_size: 0 for a cache that is one tensor. lengths: "full" if all keys are valid, or "drawn" if the number of
+    valid keys of each sample is drawn from 1 to seqlen_k.
+    """
 
     __slots__ = ()
 
@@ -87,7 +91,8 @@ class Shape(OfCache, NamedTuple("Shape", [*attention.Shape.__annotations__.items
 
     @property
     def elements(self):
-        """What the truth takes: the keys in fp64, of each query head, or its scores."""
+        """Elements in fp64 that the truth needs: the keys, repeated for each query head, or the scores where these are
+        more."""
         return self.batch_size * self.nheads * self.seqlen_k * max(self.head_dim, self.seqlen_q)
 
 
@@ -172,7 +177,8 @@ PROFILES = {"read": ("a plain read", read_call),
 
 
 def measured(case, impl):
-    """Those of measure.measured, and µs and the rate of the plain read, which computes nothing and needs no memory."""
+    """Adds µs and the rate of the plain read to the numbers of measure.measured. The read has neither FLOPs nor
+    memory of its own."""
     numbers = case.read if impl == "read" else measure.measured(case, impl)
     more = {"us": 1e3 * numbers["ms"], "read_gbps": case.read.get("gbps")}
     return numbers | {key: float(f"{x:.6g}") for key, x in more.items() if x is not None}

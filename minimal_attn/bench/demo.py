@@ -40,7 +40,7 @@ NEXT = {
 
 
 class Result(NamedTuple):
-    """What one implementation did in one dtype."""
+    """The result of one implementation in one dtype."""
 
     dtype: str
     impl: str
@@ -122,7 +122,7 @@ def show(results, device):
 
 
 def table_of(results, device):
-    """Of results that are right or failed, the fastest first."""
+    """Makes the table of the results, by dtype and the fastest first."""
     headings = ["ms", "TFLOP/s", "× fastest peer"] if device == "cuda" else []
     table = Table("", "dtype", box=box.SIMPLE_HEAD, show_edge=False, padding=0, title_justify="left", title_style="",
                   title=f"attention, (B,H,S,D) = ({SHAPES[device]})")
@@ -140,7 +140,7 @@ def table_of(results, device):
 
 
 def fastest(results, dtype, ours):
-    """Of ours or of the peers, those that were timed; None if none was."""
+    """The fastest timed result of ours, or of the peers. None if none was timed."""
     timed = [x for x in results if x.dtype == dtype and x.numbers and bool(IMPLS[x.impl].backend) == ours]
     return min(timed, key=lambda x: x.numbers["ms"], default=None)
 

@@ -1,4 +1,4 @@
-"""What is compared in a step of training: the forward pass and then the backward pass, timed as one call.
+"""Benchmark of a training step: the forward pass and then the backward pass, timed as one call.
 
 Each call makes its graph anew, as a step does; what is judged is dq, dk and dv. The timer hides 0.2 ms of the host's
 time; where a call takes more of it, the rest is part of its time. Read next: measure.py.
@@ -49,8 +49,8 @@ def host_cost(device):
 
 
 class Case(backward.Case):
-    """That of the backward pass, with the FLOPs and the memory traffic of the forward pass as well. out, which a call
-    frees, counts as memory beyond inputs and outputs."""
+    """The Case of the backward pass with the FLOPs and the memory traffic of the forward pass added. A call frees out,
+    so out counts as memory beyond inputs and outputs."""
 
     impls = IMPLS
     op = "forward_backward"

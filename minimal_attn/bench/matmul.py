@@ -1,4 +1,4 @@
-"""What is compared in matrix multiplication: the Triton kernel and torch's own, and a Case.
+"""Benchmark of matrix multiplication: the Triton kernel and torch's own, and a Case.
 
 Read next: ../../triton_ref/matmul.py, the kernel; measure.py, which measures it.
 """

@@ -64,21 +64,21 @@ def normal(size, device, dtype):
 
 
 def truth_fits(elements, device):
-    """Whether four copies of so many fp64 elements do: in 4 GiB of RAM, or in half of a GPU, 32 GiB at most."""
+    """Whether four copies of so many fp64 elements fit: in 4 GiB of RAM, or in half of a GPU, 32 GiB at most."""
     limit = min(8 << 30, torch.cuda.get_device_properties(0).total_memory // 8) if device == "cuda" else 1 << 30
     return 8 * elements <= limit
 
 
 def judge(case, impl):
-    """The maximum error of what is judged of one call, a tuple of those of dq, dk and dv where it gives gradients, None
-    with nothing to judge by. Raises WrongResult by the error rule of tests/, each by what is allowed of it."""
+    """Makes one call and returns its largest error: a tuple for dq, dk and dv where it gives gradients, None where
+    there is no truth. Raises WrongResult if an error is larger than the error rule of tests/ allows."""
     if case.impls[impl].judge:
         return case.impls[impl].judge(case)
     return compared(case, impl, case.impls[impl].forward(*case.args))
 
 
 def compared(case, impl, out):
-    """As judge, of the result of a call that has been made."""
+    """Does the work of judge for the result `out` of a call that has been made."""
     if case.truth is None:
         return None
     errors = tuple((case.judged(x).double() - truth).abs().max().item()
@@ -90,7 +90,7 @@ def compared(case, impl, out):
 
 
 def is_judged(impl, dtype):
-    """By hand, 16 bits round the scores too, which is no bug."""
+    """Whether a large error of impl is a failure. "manual" in 16 bits also rounds the scores, which is no bug."""
     return impl != "manual" or dtype == "float32"
 
 
@@ -103,7 +103,7 @@ def in_words(errors):
 
 
 def must_serve(impl, dtype, device):
-    """Whether it is one of ours and nothing that is missing on this machine excuses it."""
+    """Whether impl has to serve: it is one of ours, and this machine has all that it needs."""
     if dtype in FP8_DTYPE_NAMES and device == "cuda" and not supports_fp8():
         return False
     backend = BACKENDS.get(impl.backend)
@@ -131,8 +131,8 @@ def profiled(forwards, case):
 def measured(case, impl):
     """{key of MEASURED: number}.
 
-    peak_mb is 10^6 bytes beyond inputs and output. What frees its scratch before it makes its output, as by hand, needs
-    up to one output more than that.
+    peak_mb is 10^6 bytes beyond inputs and output. An implementation that frees its scratch before it makes its
+    output, such as "manual", needs up to one output more than that.
     """
     max_err, forward = judge(case, impl), case.impls[impl].forward  # and the warm-up: builds, tunes, makes workspaces
     peak = peak_bytes(forward, *case.args)

@@ -1,4 +1,4 @@
-"""What is compared in mixed batches: samples that decode and one that is prefilled, packed in one call on one cache,
+"""Benchmark of mixed batches: samples that decode and one that is prefilled, packed in one call on one cache,
 beside one call for each of the two.
 
 Caches and times are those of decode.py. The prefilled sample is the last one, and its keys are as many as its rows.
@@ -49,7 +49,8 @@ class Shape(decode.OfCache, NamedTuple("Shape", [*attention.Shape.__annotations_
 
     @property
     def elements(self):
-        """What the truth takes, as in decode.py, for one sample more; or the scores of the prefill."""
+        """Elements in fp64 that the truth needs: keys as in decode.py for one more sample, or the scores of the prefill
+        where these are more."""
         keys = (self.batch_size + 1) * self.seqlen_k * self.head_dim
         return self.nheads * max(keys, self.prefill**2)
 
@@ -101,7 +102,8 @@ CALLS = {"": one_call, ":apart": two_calls, ":dense": prefill_without_cache}
 
 
 def impl_of(name, backend):
-    """That of a name such as "cuda:apart", by this backend. A prefill without cache does not have to serve pages."""
+    """Makes the Impl of a name such as "cuda:apart", run by this backend. A prefill without cache names no backend:
+    it does not have to serve pages, so its failure there is no fault of ours."""
     call = CALLS[name.removeprefix(name.split(":")[0])]
     return Impl(functools.partial(call, backend=backend), backend=None if call is prefill_without_cache else backend)
 
@@ -159,7 +161,8 @@ class Case(decode.Case):
         return truth_fits(shape.elements // shape.nheads_k, device)
 
     def judged(self, x):
-        """All, or the last key/value head and the query heads that read it."""
+        """The part of x that is compared with the truth: all of it, or, where that does not fit in fp64, the last
+        key/value head or the query heads that read it."""
         return x if truth_fits(self.shape.elements, self.device) else x[:, -(x.shape[1] // self.shape.nheads_k):]
 
 

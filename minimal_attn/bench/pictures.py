@@ -246,7 +246,7 @@ def draw_points(ax, panel, ceilings):
 
 
 def height_of_bars(panel):
-    """Of a panel of bars, in inches."""
+    """Height of a panel of bars, in inches."""
     return 1.2 + len(panel.results) * (0.16 * len(panel.impls) + 0.12)
 
 
@@ -283,7 +283,7 @@ def draw_scores(ax, panel, ceilings):
 
 
 def bars_of(ax, impl, places, rates, factors, height):
-    """Those of one implementation, and beside each its rate and its factor, if it has one."""
+    """Draws the bars of one implementation. Beside each bar stand its rate and, if there is one, its factor."""
     style = STYLES[impl]
     bars = ax.barh(places, rates, height, label=style.label, edgecolor=style.color,
                    facecolor=style.color if style.is_ours else (style.color, 0.2))

@@ -1,5 +1,4 @@
-"""What is compared where scores change before the softmax: softcap, ALiBi, a bias or a mask, and dense calls beside
-them.
+"""Benchmark of scores that change before the softmax: softcap, ALiBi, a bias or a mask, and dense calls beside them.
 
 All rows have op "scores", and their column `score` is one of SCORES. FLOPs count all pairs of a row and a key, or half
 of them with a causal mask. Those that a mask hides count too, so that rows of one shape compare by their times. Read
@@ -33,7 +32,7 @@ SEEN = 0.75  # of the keys, by a mask
 
 
 class Shape(NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("score", str)])):
-    """That of a dense batch, and one of SCORES."""
+    """The shape of a dense batch, and one of SCORES."""
 
     __slots__ = ()
 
@@ -46,7 +45,7 @@ class Shape(NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("sco
 
     @property
     def plain(self):
-        """The same size, with scores as they are."""
+        """This shape with unchanged scores."""
         return self._replace(score="none")
 
     sweeps = ()
@@ -76,7 +75,7 @@ DEFAULTS = {"dtypes": "bfloat16", "causal": "no",
 
 @dataclass(eq=False)
 class Call(attention.Call):
-    """What SDPA needs of the same call is made here, outside of what is timed."""
+    """Arguments of a call, with the mask tensor that SDPA needs for it. It is made here, outside the timed part."""
 
     attn_mask: torch.Tensor | None = None  # the bias or the mask, with a causal mask in it
 
@@ -109,7 +108,7 @@ PROFILES = {"cuda": ("minimal flash attention", functools.partial(flash_call, ba
 
 
 def slopes_of(nheads, device):
-    """Those of Press et al., a geometric sequence from 2^(-8/H) down to 2^-8."""
+    """ALiBi slopes of Press et al., fp32 (H,): a geometric sequence from 2^(-8/H) down to 2^-8."""
     return 2 ** (-8 / nheads * torch.arange(1, nheads + 1, device=device, dtype=torch.float32))
 
 
@@ -134,7 +133,7 @@ class Case(attention.Case):
         return Call(self.causal, keywords, causal_mask_mod(shift) if self.causal else None, score_mod, attn_mask)
 
     def with_causal(self, bias):
-        """attn_mask of SDPA, which takes no is_causal beside it."""
+        """Adds a causal mask to a bias or mask, since SDPA takes no is_causal beside attn_mask."""
         seen = causal_mask(self.shape.seqlen_q, self.shape.seqlen_k, self.device)
         return bias & seen if bias.dtype == torch.bool else bias.masked_fill(~seen, -torch.inf)
 

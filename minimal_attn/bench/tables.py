@@ -1,4 +1,4 @@
-"""What a run prints. results is everywhere {setting: {impl: row}}. Read next: pictures.py, page.py."""
+"""Tables that a run prints. In this file results is always {setting: {impl: row}}. Read next: pictures.py, page.py."""
 
 from rich import box
 from rich.console import Console
@@ -44,9 +44,9 @@ def print_table(title, headings, rows):
 
 
 def print_tables(results, args, sweep, on_device):
-    """Of each of args.shapes a table of all that was measured, or one of them all where they are many, and for
-    decode.py one of speeds over that of the plain read. Then, for each dtype with and without a mask, one of the time
-    over the lengths of sweep."""
+    """Prints one table for each of args.shapes, or a single table where there are more than MANY. decode.py then gets
+    a second one, of speeds relative to the plain read. Last comes, for each dtype with and without a mask, a table of
+    the time over the lengths of sweep."""
     baseline = args.op.BASELINE
     of_shapes = {setting: rows for setting, rows in results.items() if setting.shape in args.shapes}
     for setting, rows in of_shapes.items() if len(of_shapes) <= MANY else ():

@@ -1,4 +1,4 @@
-"""What is compared in packed batches: samples of several lengths one after the other, and dense batches beside them.
+"""Benchmark of packed batches: samples of several lengths one after the other, and dense batches beside them.
 
 The rows of dense batches, with about as many tokens, have op "forward" and are those of attention.py. Read next:
 varlen_backward.py, the derivative; window.py; measure.py.
@@ -74,7 +74,7 @@ class Shape(NamedTuple):
 
     @property
     def pairs(self):
-        """Of a row and a key, in each head."""
+        """Number of pairs of a row and a key, in each head."""
         return sum(x * x for x in lengths_of(self.lengths))
 
     @property

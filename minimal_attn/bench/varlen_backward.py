@@ -1,4 +1,4 @@
-"""What is compared in the backward pass of packed batches: dq, dk and dv, and those of dense batches beside them.
+"""Benchmark of the backward pass of packed batches: dq, dk and dv, and those of dense batches beside them.
 
 Read next: window.py; measure.py.
 """

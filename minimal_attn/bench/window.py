@@ -1,7 +1,7 @@
-"""What is compared in sliding windows and with attention sinks, and dense batches beside them.
+"""Benchmark of sliding windows and of attention sinks, with dense batches beside them.
 
-A window is said by its left side. The right side is 0 with a causal mask, else as the left one. The rows of calls with
-sinks have op "sinks", those of dense ones "forward", as those of attention.py. Read next: measure.py.
+A window is named by its left side. The right side is 0 with a causal mask, else equal to the left one. Rows of calls
+with sinks have op "sinks", and rows of dense calls have op "forward", as in attention.py. Read next: measure.py.
 """
 
 import functools
@@ -26,7 +26,7 @@ SHAPES = "B,H,S,D or B,H,Sq,D,Hk,Sk, also with ' window LEFT' or ' sinks' behind
 
 
 class Shape(NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("window_size", tuple)])):
-    """That of a dense batch, and (left, right), of which a causal mask leaves (left, 0)."""
+    """The shape of a dense batch, and its window (left, right), which a causal mask makes (left, 0)."""
 
     __slots__ = ()
 
@@ -49,7 +49,7 @@ class Shape(NamedTuple("Shape", [*attention.Shape.__annotations__.items(), ("win
 
 
 class SinksShape(attention.Shape):
-    """That of a dense batch; equal to another with sinks alone."""
+    """The shape of a dense batch with sinks. It equals no shape without sinks."""
 
     __slots__ = ()
     sweeps = ()
@@ -83,7 +83,8 @@ def shape_of(text, ints):
 
 
 def shapes(dense, windows, *others):
-    """A batch by each of the windows, dense and with sinks, then others in the last two ways."""
+    """The shapes of a run: a dense batch with each of the windows, then this batch and others without a window, each
+    without and with sinks."""
     return [*(Shape(*dense, (left, left)) for left in windows),
             *(kind(*x) for x in (dense, *others) for kind in (attention.Shape, SinksShape))]
 
@@ -155,14 +156,14 @@ class SinksCase(attention.Case):
         return Call(self.causal, dict(sinks=torch.randn(self.shape.nheads, device=self.device)))
 
     def sinks_of(self, q):
-        """Those of the heads that are judged, the last ones."""
+        """Sinks of the judged heads, which are the last ones."""
         return self.args[-1].keywords["sinks"][-q.shape[1]:]
 
     def exact(self, q, k, v):
         return reference_attention(q, k, v, self.causal, sinks=self.sinks_of(q).double())
 
     def base(self, q, k, v):
-        """With one key more, whose scores are the sinks, and whose value is 0."""
+        """PyTorch's result with one more key, whose scores are the sinks and whose value is 0."""
         scores = q.new_zeros(q.shape[1], q.shape[2], k.shape[2])
         if self.causal:
             scores.masked_fill_(~attention.causal_mask(q.shape[2], k.shape[2], q.device), -torch.inf)

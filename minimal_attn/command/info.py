@@ -1,6 +1,7 @@
-"""What is here: GPU, versions, backends, which kernel serves what, and where builds and choices are kept.
+"""The command `info`: prints the GPU, versions, backends, which kernel serves which input, and where builds and choices
+are kept.
 
-Nothing is compiled for it. Read next: ../attention.py, the backends; ../_build.py, the builds.
+It compiles nothing. Read next: ../attention.py, the backends; ../_build.py, the builds.
 """
 
 import importlib.util
@@ -20,7 +21,7 @@ HEAD_DIMS = (64, 128, 256, 100)  # the last one is not a multiple of 8
 
 
 def driver_version() -> str | None:
-    """Of NVIDIA's driver, None where there is none."""
+    """Version of NVIDIA's driver. None where there is no driver."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
@@ -48,7 +49,7 @@ def library() -> Path | None:
 
 
 def print_info() -> None:
-    """Print it all, plainly."""
+    """Print all facts as plain text."""
     from .. import __version__
 
     print(f"minimal_attn:        {__version__}, in {_short(_build.PACKAGE)}")
@@ -77,7 +78,7 @@ def print_info() -> None:
 
 
 def _serves(dtype, head_dim, built):
-    """The backend of "auto", and its kernel where that can be told without a build."""
+    """Name of the backend that "auto" takes, with its kernel if that is known without a build."""
     if dtype in KERNEL_DTYPES and torch.cuda.is_available() and not built and _build.why_not(on_gpu=True) is None:
         return "cuda"
     config = get_attention_config(head_dim, dtype)

@@ -59,8 +59,8 @@ def head_groups(q, k, v, num_ranks, has_peers, is_backward=False):
 
 
 def growth_of_peers(q, k, v, num_ranks, is_backward):
-    """(heads of the first group, largest ratio of a group to the one before). After the first group comes one with all
-    others."""
+    """Returns (heads of the first group, largest ratio of a group to the one before). There is one group, or a small
+    first one and a second one with all other heads."""
     heads = k.shape[1]
     num_fetched = (num_ranks - 1) * k.element_size() * (k.numel() + v.numel())
     is_one = num_fetched < (MIN_FETCHED_BACKWARD if is_backward else MIN_FETCHED)
@@ -68,8 +68,11 @@ def growth_of_peers(q, k, v, num_ranks, is_backward):
 
 
 def growth_of_messages(q, k, v, num_ranks, is_backward):
-    """The same. Groups grow as fast as computing hides messages: attention to a head takes so much longer than to send
-    it."""
+    """Returns (heads of the first group, largest ratio of a group to the one before) for exchange by messages.
+
+    The ratio is how much longer attention to a head takes than sending the head, so that computing one group hides
+    the messages of the next.
+    """
     heads = k.shape[1]
     share_sent = 2 * (num_ranks - 1) / num_ranks  # of the keys, in units of that of two ranks
     growth = max(1, int(q.shape[2] * (q.shape[1] // heads) / ROWS_OF_A_KEY / share_sent)) if num_ranks > 1 else 1
@@ -97,7 +100,7 @@ def query_heads(heads, num_heads, num_heads_k):
 
 
 class AllGatherAttention(torch.autograd.Function):
-    """(q, k, v, sinks, attention, an Attention) -> out; all of this rank."""
+    """The function (q, k, v, sinks, Attention) -> out, with this rank's rows of all tensors."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, attention):

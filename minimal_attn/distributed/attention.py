@@ -28,7 +28,8 @@ from .room import room_for
 from .ulysses import own_heads, ulysses_attention
 
 METHODS = "all_gather", "ring", "ulysses"
-# Of the keys and values of all ranks. Beyond it "auto" takes the ring: with one head, all of them are gathered at once.
+# Limit for the keys and values of all ranks. Above it "auto" takes the ring, since all_gather with one head would
+# gather all of them at once.
 MAX_GATHERED_BYTES = 8 << 30
 
 
@@ -44,7 +45,7 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
 
     All ranks call this with tensors of the same shapes and dtypes, and with the same options: that is not checked, and
     where it is not so, a rank fails or waits until the time-out of the group. The gradients of q, k and v are those of
-    this rank's rows. That of sinks is this rank's part, to be summed over the ranks like that of any parameter.
+    this rank's rows. The gradient of sinks is this rank's part, to be summed over the ranks like that of any parameter.
 
     Args:
         q: (B, H, T, D), this rank's rows in the layout, with D from 1 to 256. Dtypes as of flash_attention, without
@@ -55,8 +56,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
             in the whole sequence, or in their document.
         window_size: as of flash_attention.
         cu_seqlens: where the documents of a packed sequence begin and end: int32 (N + 1,), from 0 up to at most P·T.
-            The same on all ranks; B is then 1. Rows see their own document alone. The host reads it, so that a tensor
-            on the CPU saves a wait for the GPU. What follows the last entry is padding.
+            All ranks give the same; B is then 1. Rows see their own document alone. The host reads it, so that a tensor
+            on the CPU saves a wait for the GPU. Rows after the last entry are padding.
         seqlen: the length of the sequence without padding; P·T if None. Keys from there on are masked. Rows from
             there on give out 0. Not together with cu_seqlens.
         layout: which rows a rank holds. "zigzag": the chunks r and 2P - 1 - r of 2P, so that a causal mask gives all
@@ -71,8 +72,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
             the same on all nodes. Without it, all ranks are taken to be on one node.
         alibi_slopes: float32 (H,), or (B, H) without cu_seqlens. Not with "ring", and with "all_gather" only under a
             causal mask.
-        dropout_p: as of flash_attention. What is dropped is what one GPU drops that computes the whole: with the same
-            seed, and with cu_seqlens if they are given here. Chunks that begin at a multiple of 16 rows of their
+        dropout_p: as of flash_attention. One GPU that computes the whole drops the same elements, with the same seed,
+            and with cu_seqlens if they are given here. Chunks that begin at a multiple of 16 rows of their
             document save a copy of q, and in the backward pass of out and dout.
         dropout_seed: int64, one element, on q's device. Ranks may give or draw different seeds: that of the first rank
             of the group holds, which the others get by a broadcast. If None, torch's generator draws it, on each rank.

@@ -47,7 +47,7 @@ class Published:
             write_rows((x[None] for x in rows), k[:, heads], v[:, heads])
 
     def rows(self, flat, heads):
-        """Those of a group, (T, B, Hk, D + Dv), of a rank's slot."""
+        """View of a group of heads in a rank's slot: (T, B, heads, D + Dv)."""
         num_rows, batch, head_dims = self.shape
         of_head = math.prod(self.shape)
         return flat[heads.start * of_head:heads.stop * of_head].view(num_rows, batch, -1, head_dims)
@@ -96,7 +96,7 @@ def gathered(k, v, groups, shards, peers):
 
 
 def write_rows(rows, *tensors):
-    """Each of tensors (B, Hk, T, D) to its rows (chunks, rows of one, B, Hk, D)."""
+    """Copies each of the tensors (B, Hk, T, D) to its rows (chunks, rows of a chunk, B, Hk, D)."""
     for x_rows, x in zip(rows, tensors):
         copy(x_rows, x.permute(2, 0, 1, 3).unflatten(0, x_rows.shape[:2]))
 

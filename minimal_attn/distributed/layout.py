@@ -48,7 +48,7 @@ class Shards(NamedTuple):
         return chunks_of(rank, self.size, self.chunks_per_rank, length)
 
     def runs(self, rank, length):
-        """The same, with two that follow one another put together: those of the last rank in the zigzag layout."""
+        """The Chunks of a rank, with adjacent ones merged. Only the last rank of "zigzag" has adjacent ones."""
         return runs_of(rank, self.size, self.chunks_per_rank, length)
 
     def of_rank(self, x, rank):

@@ -20,7 +20,7 @@ from .room import Room, room_for
 
 
 class Attention(NamedTuple):
-    """What a call asks for, checked. The tensors of options are arguments beside it, as autograd wants them."""
+    """The checked arguments of a call. sinks are among the options, and for autograd also an argument beside it."""
 
     shards: Shards
     room: Room  # in q, and with one rank's keys also in k and v
@@ -59,7 +59,7 @@ class Attention(NamedTuple):
         return self.options._replace(window=call.window, lengths=call.lengths, dropout_seed=seed)
 
     def of_heads(self, heads):
-        """The same for some query heads, a slice."""
+        """This Attention restricted to a slice of query heads."""
         sinks, slopes = self.options.sinks, self.options.alibi_slopes
         return self._replace(first_head=heads.start, options=self.options._replace(
             sinks=None if sinks is None else sinks[heads],
@@ -110,12 +110,12 @@ def copy_rows(call, whole, part):
 
 
 def empty_lse(q):
-    """(B, H, T), that of rows that have seen no key yet."""
+    """The lse (B, H, T) of rows that have seen no key yet: -inf, in the dtype of sums."""
     return q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q.dtype))
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Make out (B, H, S, D) and lse (B, H, S) those of their own keys and of the keys of a part, in place."""
+    """Add the keys of a part to the result: out (B, H, S, D) and lse (B, H, S) become those of all keys, in place."""
     total = torch.logaddexp(lse, part_lse)
     finite = total.masked_fill(total == -math.inf, 0)  # rows that have seen no key yet: exp(-inf - 0) is 0, not NaN
     out.mul_((lse - finite).exp_()[..., None]).add_(part * (part_lse - finite).exp_()[..., None])

@@ -75,7 +75,7 @@ class PeerMemory:
         self.slot_bytes, self.memory, self.handle = wanted, memory, handle
 
     def barrier(self):
-        """On the stream of copies, which is the current one."""
+        """Puts a barrier of all ranks on the stream of copies, which is the current one."""
         self.handle.barrier(timeout_ms=int(self.timeout.total_seconds() * 1000))
         self.passed = self.stream.record_event()
 

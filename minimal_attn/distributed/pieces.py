@@ -106,9 +106,9 @@ def visible_part(row_begin, row_end, key_begin, key_end, window):
 
 
 def joined(pieces, has_dropout):
-    """Pieces of the same rows, with two put together where all rows see all keys of the first, and the keys of the
-    second follow in the tensor. In the sequence there may be others between them, but not with dropout, which counts
-    keys from the first one."""
+    """Merges two Pieces of the same rows where all rows see all keys of the first, and the keys of the second follow in
+    the tensor. In the sequence there may be other keys between them. With dropout there may not, since dropout counts
+    keys from the first one of a piece."""
     result = []
     for piece in pieces:
         before, (left, right) = result[-1] if result else None, piece.window

@@ -19,7 +19,8 @@ KEYS, GRADIENTS = 0, 1  # tags of what is sent
 
 
 class Transfer:
-    """What goes to the next rank, and what comes from the one before, of the same shape and dtype. It has begun."""
+    """Sends x to the next rank and receives a tensor of the same shape and dtype from the one before. The transfer
+    begins at once, and wait() returns the received tensor."""
 
     def __init__(self, x, shards, tag):
         self.sent, self.received = x, torch.empty_like(x)
@@ -35,8 +36,8 @@ class Transfer:
 
 
 def turns(k, v, room):
-    """For each rank whose keys come by, from this one on: (rank, its k, its v), as Room has them. The next ones begin
-    to move before."""
+    """Yields (rank, its k, its v) for each rank whose keys come by, this rank first. k and v are as Room has them. The
+    keys of the next rank already travel meanwhile."""
     kv, shards = room.with_next_keys(torch.cat((k, v), -1)), room.shards
     for step in range(shards.size):
         transfer = Transfer(kv, shards, KEYS) if step + 1 < shards.size else None
@@ -46,7 +47,7 @@ def turns(k, v, room):
 
 
 class RingAttention(torch.autograd.Function):
-    """(q, k, v, sinks, attention, an Attention) -> out; all of this rank."""
+    """The function (q, k, v, sinks, Attention) -> out, with this rank's rows of all tensors."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, attention):

@@ -1,13 +1,14 @@
-"""Room in the tensors of a rank, so that dropout draws for its rows and keys what one GPU draws.
+"""Padding in the tensors of a rank, with which dropout drops the same elements as on one GPU.
 
 ../reference/dropout.py draws random numbers for tiles of 16 rows and 16 keys, counted from the start of a document. A
-call of a kernel begins with whole groups of 16, so that its origins say all. Chunks may begin elsewhere in a document.
+call of a kernel has to begin with a whole tile, but a chunk may begin anywhere in a document.
 
-Rows: so many of zeros come before a chunk that it begins at a multiple of 16. Nobody reads their results, and they add
-nothing to gradients. Keys: one that is not to be seen would have to be hidden, and no window does that. So in a ring a
-chunk brings the keys along that follow it, up to 15. A group of keys belongs to the chunk of its first one, and the
-gradients of the others go home at the end. Where chunks begin at a multiple of 16 in their documents, and without
-dropout, there is no room and no copy. Read next: local.py, which makes calls.
+Rows: rows of zeros come before a chunk, so that it begins at a multiple of 16. Nobody reads their results, and they add
+nothing to gradients. Keys: zeros before a chunk would have to be hidden from its rows, and no window can do that. So in
+a ring a chunk brings up to 15 of the keys along that follow it. A group of 16 keys belongs to the chunk that has its
+first key. The gradients of its other keys are sent at the end to the ranks that hold these keys. Without dropout, or
+where all chunks begin at a multiple of 16 of their documents, there is no padding and no copy. Read next: local.py,
+which makes calls.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,7 @@ class Room(NamedTuple):
     num_next: int  # how many of the keys that follow a chunk are behind it, 15 or 0; the same on all ranks
 
     def extended(self, x: Tensor, value: float = 0) -> Tensor:
-        """x (B, H, T, ...), this rank's rows, with those before each chunk, which hold `value`."""
+        """Puts rows that hold `value` before each chunk of x (B, H, T, ...), this rank's rows."""
         if not any(self.fronts):
             return x
         parts = []
@@ -69,8 +70,8 @@ class Room(NamedTuple):
             chunk, following[(number + 1) * most:][:self.num_next].permute(1, 2, 0, 3))], 2)
 
     def with_gradients_at_home(self, dkv: Tensor) -> Tensor:
-        """dkv (B, Hk, T, D) of dkv as key_chunks has it: those of keys that follow a chunk go to the rank that holds
-        these keys."""
+        """Turns dkv of keys as key_chunks has them into dkv (B, Hk, T, D) of this rank's keys. The gradients of keys
+        that follow a chunk are sent to the rank that holds these keys, which adds them up."""
         if not self.num_next:
             return dkv
         chunks = dkv.chunk(self.shards.chunks_per_rank, 2)
@@ -85,13 +86,13 @@ class Room(NamedTuple):
         return dkv
 
     def _numbers(self):
-        """Of this rank's chunks in the sequence."""
+        """Numbers of this rank's chunks, counted along the sequence."""
         each = self.num_rows // self.shards.chunks_per_rank
         return [chunk.begin // each for chunk in self.shards.chunks(self.shards.rank, self.num_rows)]
 
     def _of_all_chunks(self, rows):
-        """(chunks of all ranks, n, B, Hk, D), in the order of the sequence, of n rows (B, Hk, n, D) of each own
-        chunk."""
+        """Gathers n rows (B, Hk, n, D) of each chunk of all ranks: (chunks of all ranks, n, B, Hk, D), in the order of
+        the sequence."""
         own = torch.stack([part.movedim(2, 0) for part in rows])
         everything = own.new_empty(self.shards.size * len(rows), *own.shape[1:])
         all_gather(everything, own, self.shards.group).wait()

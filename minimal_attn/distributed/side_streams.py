@@ -22,7 +22,7 @@ class SideStreams:
     def __init__(self, device):
         self.current = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.streams = () if self.current is None else streams_of(self.current)
-        # Of each call the event at its end, and what holds memory that is not to be used again before join().
+        # Each running call: the event at its end, and its function and arguments. They keep memory alive until join().
         self.number, self.running = 0, []
 
     def __enter__(self):
@@ -60,5 +60,6 @@ class SideStreams:
 
 @functools.cache
 def streams_of(current):
-    """The same ones for all calls from a stream. Calls from another one could use memory again that is still read."""
+    """Side streams for the calls from a stream. Calls from another stream get others: else they could reuse memory that
+    is still read."""
     return tuple(torch.cuda.Stream(current.device) for _ in range(NUM_STREAMS))

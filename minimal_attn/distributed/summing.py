@@ -18,7 +18,8 @@ MAX_SUM_BYTES = 128 << 20  # of gradients in peer memory, which is kept
 
 
 class Part(NamedTuple):
-    """Rows of gradients that one rank has for another, from one Call. Those of the calls of all ranks are summed."""
+    """Rows of gradients that one rank has for another, from one Call. The Parts of all calls of all ranks are
+    summed."""
 
     rank: int  # that holds these rows
     rows: slice  # among its own
@@ -49,7 +50,8 @@ def num_sent(parts):
 
 
 def for_both(function, rows, head_dims, gradients, keys):
-    """function(rows (n, B, Hk, D + Dv), dk and dv of these keys), of both halves of rows."""
+    """Calls function(half of rows, gradient of these keys) for dk and for dv. rows: (n, B, Hk, D + Dv), whose halves
+    are columns of dk and of dv."""
     for to, gradient in zip(rows.split_with_sizes(head_dims, -1), gradients):
         function(to, gradient[:, :, keys].permute(2, 0, 1, 3))
 
@@ -75,10 +77,10 @@ class Summing:
 
 
 class PeerSumming:
-    """The same through peer memory: each rank fetches its Parts from the others and adds them up. They are in k's
-    dtype, as kernels write them, so that fewer bytes are sent than of sums.
+    """A Summing through peer memory: each rank fetches its Parts from the others and adds them up in fp32. The Parts
+    are in k's dtype, as kernels write them, so fewer bytes are sent than for sums.
 
-    parts: of each rank, of which none sends more rows than most_sent.
+    parts: a list of Parts for each rank. most_sent: the most rows that any rank sends.
     """
 
     def __init__(self, gradients, k, v, shards, parts, most_sent, memory):
@@ -110,8 +112,8 @@ class PeerSumming:
 
 
 def begin_sums(heads, gradients, k, v, shards, parts, peers):
-    """(heads, their Summing) of a group of heads. In peer memory, which is kept, there is room for some heads at a
-    time. parts: {rank: its Parts}, of all ranks if there are peers."""
+    """Yields (heads, their Summing) for a group of heads. Peer memory is kept, so it is small: it takes some of the
+    heads at a time. parts: {rank: its Parts}, of all ranks if there are peers."""
     if not peers:
         yield heads, Summing(gradients, k[:, heads], v[:, heads], shards, parts[shards.rank])
         return

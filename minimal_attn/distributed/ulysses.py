@@ -1,7 +1,7 @@
 """Context parallelism by heads: every rank gets all rows of some heads, attends, and gives the results back.
 
 Jacobs et al., DeepSpeed Ulysses, 2023. An all-to-all before the call turns a share of the sequence into a share of the
-heads, and one after it does the reverse. What is in between is flash_attention of the whole sequence. Read next:
+heads, and one after it does the reverse. Between them runs flash_attention of the whole sequence. Read next:
 ../modules.py, which uses all this.
 """
 
@@ -36,7 +36,8 @@ def exchanged(x, shards):
 
 
 class Exchange(torch.autograd.Function):
-    """there(x, shards), one of rows_to_heads and heads_to_rows; back is the other, its transpose and its reverse."""
+    """The differentiable form of there(x, shards), which is rows_to_heads or heads_to_rows. back is the other of the
+    two: the transpose of `there`, and its inverse."""
 
     @staticmethod
     def forward(ctx, x, shards, there, back):

@@ -281,12 +281,13 @@ def check_out(out, dtype, q, k, v, sinks):
 
 
 def _result_dtype(q):
-    """That of what checked_attention returns."""
+    """Dtype of the result of checked_attention."""
     return out_dtype(autocast(q.new_empty(0))[0].dtype)
 
 
 def returned(result, lse, out, return_attn_probs):
-    """What flash-attn returns: the result, in out if that is given, and [lse] if that was asked for."""
+    """Returns a result in flash-attn's form: the tensor alone, (tensor, lse), or (tensor, lse, None) with
+    return_attn_probs. lse: a list with the lse, or an empty one. out: the tensor to write the result to, or None."""
     result = result if out is None else out.copy_(result)
     return (result, *lse, None) if return_attn_probs else (result, *lse) if lse else result
 

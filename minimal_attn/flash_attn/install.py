@@ -90,7 +90,7 @@ def uninstall_as_flash_attn() -> None:
 
 
 def _other_flash_attn():
-    """What an error says of a flash_attn that is not ours, or None."""
+    """Says in words where a flash_attn that is not ours comes from. None if there is none."""
     if "flash_attn" in sys.modules:
         return "another flash_attn is imported"
     if spec := importlib.util.find_spec("flash_attn"):

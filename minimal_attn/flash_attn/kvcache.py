@@ -96,7 +96,8 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
 
 
 def _of_each_sample(cache_seqlens, num_new, q, k_cache, table, table_name, cu_seqlens_q):
-    """int32 (B,) with this int in it; ValueError unless the cache has room for so many keys a sample, and new ones."""
+    """Expands an int cache_seqlens to int32 (B,). ValueError unless the cache has room for so many keys of each sample
+    and for num_new new ones."""
     room, batch_size = k_cache.shape[1], q.shape[0]
     if table is not None:
         check_page_table(table, q.device, table_name)
@@ -183,8 +184,8 @@ def get_scheduler_metadata(batch_size: int, max_seqlen_q: int, max_seqlen_k: int
                            window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0,
                            has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None,
                            sm_margin: int = 0) -> Tensor:
-    """An empty int32 tensor on the device of cache_seqlens: no kernel here needs the plan that flash-attn 3 makes. What
-    it is given changes nothing.
+    """An empty int32 tensor on the device of cache_seqlens: no kernel here needs the plan that flash-attn 3 makes. Its
+    arguments change nothing.
 
     Raises:
         TypeError: cache_seqlens is no dense tensor.

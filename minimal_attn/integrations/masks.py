@@ -58,7 +58,8 @@ class Mask:
 
     @property
     def shape(self):
-        """A part of a model that gets the mask of another one asks for it, and then make_mask returns the mask."""
+        """The shape (1, 1, rows, keys). Parts of a model that get the mask of another part ask for it. make_mask then
+        returns this mask."""
         return torch.Size((1, 1, self.q_length, self.kv_length))
 
     @property
@@ -95,7 +96,7 @@ class Mask:
 
 
 class Pattern(NamedTuple):
-    """What a mask function of transformers means."""
+    """The meaning of a mask function of transformers."""
 
     causal: bool
     window: tuple[int, int] = NO_WINDOW
@@ -249,7 +250,7 @@ def _cu_seqlens(is_first):
 def can_read(x) -> bool:
     """Whether the host may read x: nothing traces, x has values of its own, and no CUDA graph is captured.
 
-    What only watches, such as a profiler, does not matter: it must not change what a mask means.
+    A mode that only watches, such as a profiler, does not count: it must not change what a mask means.
     """
     if is_tracing(x) or x.is_meta:
         return False
@@ -305,7 +306,7 @@ def _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offse
 
 
 def _with_padding(mask, keys, is_fixed):
-    """mask, with keys (B, num_keys), False in padding. One read tells whether lengths say as much.
+    """Adds padding to mask: keys (B, num_keys) are False there. One read tells whether lengths can stand for them.
 
     A layer with lengths leaves out the padding. In a causal mask, rows in the padding are then 0.
     """

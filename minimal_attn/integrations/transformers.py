@@ -22,7 +22,7 @@ from .masks import Mask, can_read, cu_seqlens_of, make_mask, same_sequence
 # transformers treats names with these in them in a way of its own.
 RESERVED = "flash", "sdpa", "eager", "flex", "paged", "/", "|", ":", "@"
 
-# What a few models pass on to their attention, and what changes its result.
+# Keywords that a few models pass to their attention and that change its result, and the reason given to refuse them.
 REFUSED = {
     "cache": "paged caches, as of continuous batching",
     "block_table": "paged caches, as of continuous batching",
@@ -130,15 +130,15 @@ def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
 
 
 def _added(position_bias, bias):
-    """position_bias, hidden where a bias of bool is False, or with a bias of numbers added."""
+    """Adds a bias to position_bias. Where a bias of bool is False, the result is -inf."""
     if bias is None:
         return position_bias
     return position_bias.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else position_bias + bias
 
 
 def _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
-    """cu_seqlens of queries and keys if the batch is packed, or None; and bias, which separates the sequences where the
-    host cannot read their positions."""
+    """Returns (cu_seqlens of queries and keys, or None if the batch is not packed; bias). Where the host cannot read
+    the positions, the bias separates the sequences."""
     if mask.cu_seqlens is not None:
         return (mask.cu_seqlens, mask.cu_seqlens), bias
     has_lengths = bias is not None or mask.seqused_k is not None

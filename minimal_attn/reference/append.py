@@ -154,7 +154,8 @@ def _num_rows(x, cu_seqlens):
 
 
 def append_shapes(k_new, v_new, k_cache, v_cache, *of_append):
-    """What an op that appends returns, to be written: q rotated and lengths, or empty ones, as Backend.append."""
+    """Makes uninitialized outputs of an op that appends: the rotated q and the lengths, as Backend.append returns them.
+    An output that the call does not have is empty."""
     append = Append(*of_append)
     is_rotated = append.q is not None and append.rotary_cos is not None
     q_rotated = empty_like(append.q) if is_rotated else k_new.new_empty(0)

@@ -130,7 +130,8 @@ def reference_forward(q, k, v, options):
 
 
 def relative_to_max(scores):
-    """Scores minus the largest of their row, and these (B, H, Sq), which count as constants. 0 if it is not finite."""
+    """Returns (scores - row_max, row_max). row_max (B, H, Sq) is each row's largest score, or 0 if that is not finite.
+    It counts as a constant."""
     if is_known(scores.shape[-1] == 0):
         return scores, scores.new_zeros(scores.shape[:-1])
     row_max = scores.detach().amax(-1)
@@ -172,7 +173,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, d
         scores = q.to(acc_dtype) @ k_block.to(acc_dtype).transpose(-2, -1) * scale
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         p = (scores - new_max).exp()
-        # What was summed so far was relative to the old maximum: this factor is what "online" rests on.
+        # Sums so far are relative to the old maximum. This factor converts them: it is what "online" rests on.
         rescale = (row_max - new_max).exp()
         row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
         # Dropout belongs to the normalised probabilities: it thins what meets V, never the sum that normalises.

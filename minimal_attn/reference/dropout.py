@@ -48,7 +48,7 @@ def keep_count(dropout_p):
 
 
 def keep_scale(dropout_p):
-    """What survivors are multiplied by, so that the expectation stays; 0 where there are none."""
+    """The factor by which surviving probabilities are multiplied, so that the expectation stays. 0 if none survive."""
     count = keep_count(dropout_p)
     return 2**BITS / count if count else 0.0
 

@@ -157,7 +157,7 @@ def _add_rows(parts: Tensor, rows: Tensor, total: int) -> Tensor:
     """(total, ...) of parts (N, ...): the sum of those for each of the rows (N,)."""
     dtype = torch.promote_types(parts.dtype, torch.float32)
     sums = parts.new_zeros(total, *parts.shape[1:], dtype=dtype)
-    # The one of these two that adds in a fixed order: on a GPU index_add_ has atomics, on the CPU index_put_ has.
+    # Each device takes the function that adds in a fixed order: index_add_ has atomics on a GPU, index_put_ on the CPU.
     if parts.is_cuda:
         sums.index_put_((rows,), parts.to(dtype), accumulate=True)
     else:
@@ -224,8 +224,8 @@ def _keys(cu_seqlens_k, seqused_k, total):
 
 
 def _padded_rows(begin, seqlen, total):
-    """(B, S): the row of the packed tensor for each row of the padded one, whose length S holds the longest sample. It
-    is all of `total` where the lengths cannot be read."""
+    """Row numbers (B, S) in the packed tensor of each row of the padded one. S is the length of the longest sample, or
+    `total` where the lengths cannot be read."""
     longest = max(1, int(seqlen.max())) if can_read(seqlen) else total
     rows = begin[:, None] + torch.arange(min(longest, total), device=begin.device)
     return rows.clamp(max=total - 1)

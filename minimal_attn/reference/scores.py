@@ -1,4 +1,4 @@
-"""What becomes of a score before the softmax: softcap, ALiBi, biases and masks. Their checks, and plain torch for them.
+"""Changes of a score before the softmax: softcap, ALiBi, biases and masks. Their checks, and plain torch for them.
 
 The score of row i and key j is s = softmax_scale · q_i · k_j. With softcap it becomes softcap · tanh(s / softcap).
 ALiBi then subtracts slope · |i + seqlen_k - seqlen_q - j|, and a bias is added. A mask hides scores. Read next:
@@ -62,8 +62,8 @@ def is_top_left(causal_bias, q, k, name="attn_bias"):
 
 
 def with_causal_bias(window, attn_bias, q, k, lengths):
-    """(window, attn_bias), of which a CausalBias becomes a part of the window where that can say it: lengths move the
-    window, and it has no negative bound. All but attn_bias are checked."""
+    """Returns (window, attn_bias), in which a CausalBias has become a part of the window if possible. It is not with
+    lengths, which move the window, or if the bound would be negative. All but attn_bias are checked."""
     if not is_causal_bias(attn_bias) or lengths.are_given:
         return window, attn_bias
     bound = q.shape[-2] - k.shape[-2] if is_top_left(attn_bias, q, k) else 0  # beyond the bottom-right diagonal
@@ -106,7 +106,8 @@ def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
 
 
 def positions(seqlen_q, seqlen_k, lengths, device):
-    """Of a padded batch: rows (Sq, 1), keys (Sk,), and the lengths of samples, ints or (B, 1, 1, 1)."""
+    """Positions and lengths of a padded batch: rows (Sq, 1), keys (Sk,), seqlen_q and seqlen_k. A length is an int, or
+    (B, 1, 1, 1) where samples have lengths of their own."""
     rows, cols = torch.arange(seqlen_q, device=device)[:, None], torch.arange(seqlen_k, device=device)
     if lengths.seqused_q is not None:
         seqlen_q = lengths.seqused_q.long().clamp(0, seqlen_q)[:, None, None, None]
@@ -137,7 +138,7 @@ def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
 
 
 def alibi_bias(alibi_slopes, seqlen_q, seqlen_k, lengths, dtype):
-    """What ALiBi adds to the scores of a padded batch: dtype, broadcastable to (B, H, Sq, Sk)."""
+    """The bias that ALiBi adds to the scores of a padded batch: of this dtype, broadcastable to (B, H, Sq, Sk)."""
     rows, cols, seqlen_q, seqlen_k = positions(seqlen_q, seqlen_k, lengths, alibi_slopes.device)
     distances = (rows + seqlen_k - seqlen_q - cols).abs()
     return -alibi_slopes[..., None, None].to(dtype) * distances

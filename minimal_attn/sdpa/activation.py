@@ -32,10 +32,10 @@ def activate() -> None:
     """Let torch's own attention of float16 and bfloat16 CUDA tensors run on our kernels, forward and backward.
 
     This is scaled_dot_product_attention, with masks as well, torch.nn.attention.varlen.varlen_attn, nested tensors and
-    torch's context parallelism, eager and compiled. What our kernels do not serve stays with torch's: dropout, float32
-    and all else that docs/integrations.md lists. It is for the whole process, until deactivate. Activating twice
-    is the same as once. An implementation that torch.nn.attention.activate_flash_attention_impl activated before, such
-    as "FA3", is replaced.
+    torch's context parallelism, eager and compiled. Calls that our kernels do not serve stay with torch's: dropout,
+    float32 and all else that docs/integrations.md lists. It is for the whole process, until deactivate. Activating
+    twice is the same as once. An implementation that torch.nn.attention.activate_flash_attention_impl activated before,
+    such as "FA3", is replaced.
 
     csrc is compiled here if it is not yet. This may initialize CUDA: fork before it, not after it.
 

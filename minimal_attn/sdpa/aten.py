@@ -49,8 +49,8 @@ def _attend(q, k, v, scale, window, bias=None, lengths=NO_LENGTHS):
 
 
 def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LENGTHS, needed=(True, True, True, False)):
-    """(dq, dk, dv, dbias) of a call that _attend serves, whoever served it, or None. A None in place of each that is
-    not needed.
+    """(dq, dk, dv, dbias), with None for each that is not needed. None where csrc refuses the call. out and lse may
+    come from torch's own forward pass.
 
     torch saves no lse where q, k and v require no grad, though the bias may, and neither do graphs of torch.export.
     """
@@ -73,7 +73,7 @@ def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LEN
     return tuple(x if is_needed else None for x, is_needed in zip((dq, dk, dv, dbias), needed))
 
 
-# What the ops save for the dropout of their backward pass. Nothing reads it where there is none.
+# The ops return these tensors for the dropout of their backward pass. Nothing reads them where there is no dropout.
 def _flash_rng(x):
     return x.new_empty(2, dtype=torch.uint64), x.new_empty((), dtype=torch.uint64)
 
@@ -196,8 +196,8 @@ def _cudnn_bias(attn_bias):
 
 
 def _is_refused(attn_bias, bias, query, is_causal):
-    """Whether query is no batch, or there is a bias that is not served: scaled_dot_product_attention gives none
-    together with is_causal."""
+    """Whether query is not 4D, or the bias is not served. A bias together with is_causal is not:
+    scaled_dot_product_attention never gives both."""
     return query.ndim != 4 or attn_bias is not None and (bias is None or is_causal or not _is_taken(bias, query))
 
 
@@ -218,7 +218,7 @@ def _top_left(q, k, v, is_causal, scale):
 
 
 def _with_all_keys(gradient, x):
-    """The gradient of x, of which _top_left may have left out the last keys, or None."""
+    """Adds zeros to the gradient of x, or None, for the last keys, which _top_left may have left out."""
     if gradient is None or gradient.shape == x.shape:
         return gradient
     padded = torch.zeros_like(x)
@@ -259,7 +259,8 @@ def sdpa_efficient_backward(grad_out_, query, key, value, attn_bias, out, logsum
 
 
 def _is_efficient(query, key, attn_bias, is_causal):
-    """Whether torch's kernel takes such heads, ours such a bias, and ours has the tensor cores that torch's has."""
+    """Whether we serve the call: heads that torch's kernel takes, a bias that ours takes, and a GPU on which ours has
+    tensor cores."""
     if query.ndim != 4 or key.shape[1] != query.shape[1] or query.is_cuda and not _is_ampere(query.device):
         return False
     return attn_bias is None or attn_bias.ndim == 4 and not is_causal and _is_taken(attn_bias, query)

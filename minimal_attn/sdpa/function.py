@@ -23,7 +23,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
                                  enable_gqa: bool = False, *, backend: str = "auto") -> Tensor:
     """softmax(scale · Q Kᵀ + attn_mask) V, a drop-in for torch.nn.functional.scaled_dot_product_attention.
 
-    Nothing is expanded in memory along one batch dimension and the heads. Of several batch dimensions, those that
+    Nothing is expanded in memory along one batch dimension and the heads. With several batch dimensions, those that
     broadcast in part are copied.
 
     Args:

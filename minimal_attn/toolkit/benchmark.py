@@ -48,8 +48,8 @@ def benchmark_fn(fn: Callable, *args: Any, warmup: int = 25, rep: int = 100, qua
 
 
 def peak_bytes(fn: Callable, *args: Any, **kwargs: Any) -> int | None:
-    """What one call holds at its most beyond what is there before it, its result included; None without a GPU, where
-    torch does not count."""
+    """Peak memory of one call in bytes, beyond what was allocated before it. The result counts. None without a GPU,
+    where torch does not count."""
     gpu = _gpu_of(*args, *kwargs.values())
     if gpu is None:
         return None

@@ -58,8 +58,8 @@ def validate_attention(flash_fn: Callable, batch: int, heads: int, seq_len: int,
 
 
 def allowed_error(base: Tensor, truth: Tensor) -> float:
-    """What a right result may miss by: twice the largest error of base, torch's own result in the dtype that is judged,
-    and half an ulp of the largest value of truth, in double precision."""
+    """The largest error that a right result may have: twice the largest error of base plus half an ulp of the largest
+    value of truth. base is torch's own result in the judged dtype, truth is in double precision."""
     return (2 * (base.double() - truth).abs().max() + torch.finfo(base.dtype).eps / 2 * truth.abs().max()).item()
 
 

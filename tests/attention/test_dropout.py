@@ -286,8 +286,11 @@ def kernel_inputs(impl, dtype, **shape):
 
 
 def masks(q, k, v, dropout_p, backend, **options):
-    """What the forward and what the backward pass drop, (B, H, Sq, Sk) each: probabilities are even with sm_scale=0,
-    and those that survive show in out where V holds unit vectors, in dV where dout does. D of them at a time."""
+    """The probabilities that survive dropout in the forward and in the backward pass, bool (B, H, Sq, Sk) each.
+
+    With sm_scale=0 all probabilities are equal. Survivors show in out where V holds unit vectors, and in dV where dout
+    does. Each call shows D of them.
+    """
     (B, H, Sq, D), (_, Hk, Sk, _) = q.shape, k.shape
     forward, backward = (torch.zeros(B, H, Sq, Sk, dtype=torch.bool, device=q.device) for _ in range(2))
     for col in range(0, Sk, D):

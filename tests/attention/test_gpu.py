@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, graphs, offsets past 2^31, memory."""
+"""Tests that need a GPU: streams, graphs, offsets past 2^31, memory."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def test_seq_lens_under_capture_are_clamped(backend, dtype):
 @each_kernel
 @pytest.mark.parametrize("causal", [False, True])
 def test_several_streams_at_once(backend, dtype, causal):
-    """What a launch needs beside its tensors is its own: counters, workspaces."""
+    """Each launch has counters and workspaces of its own."""
     cases = [dataclasses.replace(CASE, Sq=900 + n, Sk=1000, causal=causal) for n in range(4)]
     inputs = [make_inputs(case, dtype, "cuda", seed) for seed, case in enumerate(cases)]
     want = [flash_attention(*x, causal, backend=backend) for x in inputs]

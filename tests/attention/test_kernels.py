@@ -428,7 +428,7 @@ def test_fast_path_takes_windows_lengths_and_sinks(gpu, sinks_dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seq_major", [False, True])
 def test_fast_path_gives_the_same_gradients(seq_major):
-    """As the dispatcher, whose derivative is that of ops.py."""
+    """The dispatcher gives the expected gradients, by the derivative of ops.py."""
     cuda._load_ops()
     inputs = [x.requires_grad_() for x in qkv(device="cuda")]
     dout = torch.randn_like(inputs[0])

@@ -234,7 +234,7 @@ def test_tile_config():
 
 
 def test_descriptors():
-    """What TMA is told of a matrix and of a transposed one, without keeping their memory."""
+    """Descriptors tell TMA the layout of a matrix and of a transposed one, without keeping their memory alive."""
     x = torch.zeros(40, 64, device=DEVICE, dtype=torch.float16)
     for y, dim in ((x[:, :48], 1), (x[:, :48].T, 0)):
         assert matmul._contiguous_dim(y) == dim

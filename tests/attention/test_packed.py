@@ -246,7 +246,7 @@ def test_flash_attn_bad_input():
 
 
 def test_calls_of_transformers_and_vllm():
-    """As they are spelled there. test_cache_names.py has those of caches."""
+    """Calls spelled as in these projects. test_cache_names.py has those of caches."""
     (q, k, v), (cu_seqlens_q, cu_seqlens_k, *_) = varlen()
     want = minimal_attn.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, 20, 33, causal=True,
                                                window_size=(7, 0))

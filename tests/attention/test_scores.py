@@ -421,7 +421,7 @@ def test_rows_that_a_mask_hides_are_not_left_to_sdpa(dtype, monkeypatch):
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_infinities_and_nan_in_a_bias(value, dtype, impl):
-    """What torch's math makes of them."""
+    """Results are those of torch's math."""
     backend, device = IMPLS[impl]
     if impl in OF_16_BITS and dtype != torch.bfloat16 or dtype == torch.float64 != DTYPES[impl]:
         pytest.skip("cannot serve it")

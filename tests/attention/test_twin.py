@@ -353,7 +353,7 @@ def test_tuning_ignores_corrupt_file(text, tuner, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("error", [autotune.OutOfResources(2, 1, "shared memory"), torch.OutOfMemoryError()])
 def test_tuning_where_a_config_does_not_fit(error, tuner, tmp_path):
-    """One that is too large for the GPU is skipped. Where memory is short for now, no choice is kept."""
+    """A config that is too large for the GPU is skipped. Where memory is short for now, no choice is kept."""
     def run(config):
         if config["n"] == 1:
             raise error
@@ -496,7 +496,7 @@ def test_incompatible_gluon_falls_back(monkeypatch):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """As far as the choice of a kernel goes, which is then not launched; without Gluon."""
+    """Lets the choice of a kernel see a Hopper GPU. Nothing is launched, and Gluon is not needed."""
     monkeypatch.setattr(twin, "properties", lambda device: Properties(90, 227 << 10, 132))
     monkeypatch.setattr(twin, "_plans", {})
     twin.warn_hopper.cache_clear()

@@ -355,7 +355,8 @@ def test_5000_drawn_appends(backend, seed):
 # Places that are not there.
 
 def placed(backend, dtype, **change):
-    """What an append of 3 rows to each of 4 samples leaves of zeros in pages of 4, past the checks of the facade."""
+    """Appends 3 rows to each of 4 samples, in pages of 4 that hold zeros, without the checks of the facade. Returns the
+    pages and the lengths."""
     k = torch.arange(1, 13, dtype=dtype, device=DEVICE).view(4, 1, 3, 1).expand(4, 2, 3, 16).contiguous()
     caches = [torch.zeros(6, 2, 4, 16, dtype=dtype, device=DEVICE) for _ in "kv"]
     table = ints(0, 1, 2, GARBAGE[1], *GARBAGE, 4, 5).view(4, 2)

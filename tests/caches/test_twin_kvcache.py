@@ -44,7 +44,7 @@ def test_head_dims_and_strides_that_tensor_cores_cannot_load():
 
 @pytest.mark.parametrize("num_splits, splits", [(0, [3, 1, 2]), (2, [2, 1, 2]), (1, None)])
 def test_keys_are_split_by_their_number(num_splits, splits, monkeypatch):
-    """What _decode does not store stays NaN."""
+    """Partial results that _decode does not store stay NaN."""
     stored = []
 
     class Launch(decode.Launch):

@@ -109,7 +109,8 @@ def in_one_process(case, dtype=None, function=flash_attention):
 
 
 def on_ranks(case, group, **more):
-    """The same, of this rank's shards, put together again; dsinks are summed."""
+    """out, dq, dk, dv and dsinks, if any, from this rank's shards: the parts of all ranks are put together again, and
+    dsinks are summed."""
     (*qkv, dout), sinks = case.whole()
     *inputs, dout = (shard(x, group, 2, case.layout) for x in (*qkv, dout))
     inputs = [x.requires_grad_() for x in inputs]

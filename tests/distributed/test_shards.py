@@ -1,4 +1,4 @@
-"""What ranks hold of a sequence, which rows see which keys in which calls, and the method that "auto" takes."""
+"""The rows that each rank holds, the keys that they see in each call, and the method that "auto" takes."""
 
 import random
 

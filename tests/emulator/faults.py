@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 CSRC = Path(__file__).parents[2] / "csrc"
-# What the primitives are made of, and where they are not called.
+# Sources that define the primitives and call none of them.
 NO_KERNELS = (*(f"ptx/{name}.cuh" for name in ("sm80", "sm90", "memory", "cluster", "dmma")), "common/launch.h",
               "host/cuda.h")
 

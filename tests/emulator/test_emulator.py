@@ -44,7 +44,7 @@ SANITIZED_CASES = ["bf16_256_narrow", "gqa", "simt_bias", "sm80_256_narrow", "sm
 MORE_SANITIZED_CASES = ["fp32_128", "dropout", "sm80_bf16_192", "sm80_mask", "sm90_splits_drop", "sm90_turns",
                         "sm90_lens_256", "sm90_scale_30_256", "sm90_bias", "sm90_mask"]
 
-# What `make test` runs of each kernel: a case for each size of tiles, with a mask, without one and with lengths.
+# Cases of each kernel that `make test` runs: a case for each size of tiles, with a mask, without one and with lengths.
 KERNEL_CASES = {
     "flash.cu": ["fp32_64", "fp32_128", "fp32_256_long", "fp16_64", "fp16_128", "bf16_256", "dropout", "dropout_part",
                  "simt_softcap"],
@@ -100,9 +100,9 @@ SHOWN_TO = {
     "cache/join.cuh": ["d64", "d128", "mqa", "many_rows", "packed", "three_splits"],
 }
 
-# What is wrong in selftest.cpp, and what the emulator says.
+# {fault in selftest.cpp: the emulator's message}
 SELFTEST_FAULTS = {
-    # Where things are.
+    # Places.
     "cp.async from an unaligned address": "cp.async of 16 bytes to",
     "cp.async of what is outside": r"ampere\[28\]",
     "ldmatrix without the swizzle": "ampere",
@@ -125,7 +125,7 @@ SELFTEST_FAULTS = {
     "swizzle of stmatrix": "hopper",
     "box of a store": "shared memory at",
     "place of a store": "TMA writes at",
-    # What waits for what.
+    # Waiting.
     "cp.async not committed": "copies that thread 0 has not waited for",
     "cp.async not awaited": "copies that thread 0 has not waited for",
     "barrier left out": "ampere",

@@ -224,7 +224,7 @@ def test_efficient(in_fp64, batch_size, nheads, rows, keys, head_dim, head_dim_v
     assert all(x is y is None or x.equal(y) for x, y in zip(later, (*gradients, dbias)))
 
 
-# What torch.compile knows of the ops is what their functions return.
+# Fake kernels, by which torch.compile knows the ops, return the same forms as the ops.
 
 def as_torch_says(name, *args, **options):
     """The op's outputs by torch's own function of shapes, without those on no device of the inputs."""
@@ -275,7 +275,7 @@ def test_outputs_of_flash_have_the_form_that_torch_says(is_packed):
     assert_same_form(aten.flash_backward(*inputs), as_torch_says("_flash_attention_backward", *inputs))
 
 
-# What stays with torch.
+# Calls that stay with torch.
 
 def qkv_of(*shape, dtype=torch.float16):
     return make_qkv([shape or (2, 2, 5, 8)] * 3, dtype)
@@ -539,7 +539,7 @@ def asked(originals, monkeypatch):
 @cpu
 @pytest.mark.parametrize("name, options, lengths", EVERYDAY.values(), ids=EVERYDAY)
 def test_everyday_calls_do_without_python(asked, name, options, lengths):
-    """What C++ returns is what Python returns, bit for bit and in the same form."""
+    """C++ and Python return the same bits in the same form."""
     for rows, keys in lengths:
         for scale in (None, 0.3):
             q, k, v = make_qkv([(2, 2, rows, 16)] + 2 * [(2, 2, keys, 16)], torch.bfloat16, rows_first=True)

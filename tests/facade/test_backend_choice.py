@@ -57,7 +57,7 @@ def no_triton(monkeypatch, choosing):
     monkeypatch.setattr(minimal_attn.backends.triton, "why_not_imported", lambda: "there is no triton")
 
 
-# What is missing, and what "auto" then takes and says.
+# (what is missing, the backend that "auto" then takes, its message)
 MISSING = pytest.mark.parametrize("missing, backend, said", [
     (["no_nvcc"], "triton", "takes triton, since cuda is not available: there is no nvcc$"),
     (["no_nvcc", "no_triton"], "torch", "takes torch, since cuda is .*: there is no nvcc; triton is .* no triton$"),

@@ -221,7 +221,7 @@ def test_torch_backend_ignores_nan_in_padding(dtype, causal, seq_lens, Sk, unsee
 
 @pytest.fixture
 def junk_in_free_memory():
-    """What torch.empty finds on the CPU, where it takes the memory that was freed last."""
+    """Frees memory full of NaN, which torch.empty finds on the CPU: it takes the memory that was freed last."""
     for _ in range(8):
         torch.full((2 * 3 * 8 * 16,), math.nan)
 

@@ -200,7 +200,7 @@ print(flash_attn.__version__)
 
 @cpu
 def test_another_flash_attn_is_left_alone(tmp_path):
-    """One that is installed, one that is imported, and one of which importlib.metadata alone knows."""
+    """A package is installed, imported, or known to importlib.metadata alone."""
     package, info = tmp_path / "a" / "flash_attn", tmp_path / "b" / "flash_attn-2.0.0.dist-info"
     for folder in (package, info):
         folder.mkdir(parents=True)
@@ -256,7 +256,7 @@ def test_transformers_finds_it_also_if_imported_before(availability):
 
 @cpu
 def test_transformers_that_lists_packages_when_it_is_imported(monkeypatch):
-    """As 5.17 does."""
+    """transformers 5.17 does so."""
     import_utils = pytest.importorskip("transformers.utils.import_utils")
     packages = {"torch": ["torch"]}
     monkeypatch.setattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", packages, raising=False)

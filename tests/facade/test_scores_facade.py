@@ -194,7 +194,7 @@ def test_mha_takes_the_mask_of_sdpa(name, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", MHA_MASKS)
 def test_mha_takes_both_masks(name, causal):
-    """What both hide is hidden, wherever padding lies, and NaN in padding changes nothing."""
+    """Keys that either mask hides are hidden, wherever padding lies, and NaN in padding changes nothing."""
     mha, x = mha_and_input(causal=causal)
     valid = torch.tensor([[True] * 6, [False, True, True, False, True, False]], device=DEVICE)
     given = MHA_MASKS[name].clone()
@@ -288,7 +288,7 @@ def test_tangents_of_slopes_are_not_lost():
 
 
 def test_slopes_that_require_grad_are_taken_without_gradients():
-    """As parameters of a module are."""
+    """Parameters of a module are such slopes."""
     parameter = slopes(H).requires_grad_()
     with torch.no_grad():
         got = flash_attention(*inputs(), alibi_slopes=parameter, backend="torch")

@@ -128,7 +128,7 @@ class Plain(torch.Tensor):
 
 
 class PlainParameter(torch.nn.Parameter):
-    """As layers of vLLM have."""
+    """A subclass of Parameter, as in layers of vLLM."""
 
 
 def negated(x):
@@ -157,7 +157,7 @@ OPTIONS = {
 @pytest.mark.parametrize("of", OPTIONS)
 @pytest.mark.parametrize("name", SERVED)
 def test_served(backend, of, name):
-    """As q, k and v, and as all else that is a tensor."""
+    """A subclass is served as q, k and v, and as every other tensor."""
     inputs, others = dict(zip("qkv", qkv(5, 9))), OPTIONS[of]
     want = flash_attention(**inputs, **others, backend="reference")
 
@@ -172,7 +172,7 @@ def test_served(backend, of, name):
 
 @each_backend
 def test_results_of_collectives_beside_plain_inputs(backend):
-    """As lengths, slopes and biases of a call with gradients, and of a cache."""
+    """Such results are lengths, slopes and biases of a call with gradients, and of a call on a cache."""
     leaves, others = [x.requires_grad_() for x in qkv(5, 9)], OPTIONS["scores"] | dict(seqused_k=ints(9, 4))
     waited = {key: AsyncCollectiveTensor(x) for key, x in others.items()}
     got, want = (torch.autograd.grad(flash_attention(*leaves, **x, backend=backend).sum(), leaves)
@@ -277,7 +277,7 @@ def refused(call, options):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_wrapper_is_refused(name):
-    """As each argument in turn."""
+    """A wrapper is given as each argument in turn."""
     function, checked = getattr(minimal_attn, name), set()
     parameters = inspect.signature(function).parameters
     for options in CALLS[name]:

@@ -51,7 +51,8 @@ def calls_of(device, backend, dtypes):
 
 
 def in_threads(calls, stream=None):
-    """What each thread gets from all calls, in an order of its own. stream: a context for each thread's calls."""
+    """Makes all calls in each of THREADS threads, each in an order of its own. Returns the results of each thread.
+    stream(i): the stream of thread i."""
     start = threading.Barrier(THREADS)
 
     def work(i):

@@ -147,7 +147,7 @@ def texts(requests):
 
 @pytest.mark.parametrize("backend", [*HERE, "reference"])
 def test_generate_same_tokens_as_without_a_cache(backend):
-    """As few requests as Triton's interpreter serves in seconds: chunks, steps of both kinds, one who hangs up."""
+    """Few requests, so that Triton's interpreter takes seconds: chunks, steps of both kinds, one that is cancelled."""
     is_16_bit = HAS_GPU and backend == "cuda"  # which has no cache in fp32 there
     server = small_server(chunk=20, backend=backend, dtype=torch.bfloat16 if is_16_bit else torch.float32)
     prompts = torch.randint(generate.VOCABULARY, (3, 30)).tolist()
@@ -297,7 +297,7 @@ def run_by_torchrun(num_processes, *words):
 @pytest.mark.cpu
 @pytest.mark.skipif(HAS_GPU, reason="its default size there takes minutes")
 def test_long_context_same_losses_on_two_ranks():
-    """As in one process, which has none of what is sent; it also runs as a file."""
+    """Two ranks get the losses of one process, which sends nothing. The example runs as a file and as a module."""
     printed = []
     for num_processes, how in ((1, ["examples/long_context.py"]), (2, ["-m", "examples.long_context"])):
         run = run_by_torchrun(num_processes, *how)

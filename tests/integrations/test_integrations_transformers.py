@@ -43,7 +43,7 @@ windowed = masking_utils.sliding_window_causal_mask_function(WINDOW)
 
 
 def packed(base):
-    """As create_causal_mask makes it of position_ids."""
+    """The mask function that create_causal_mask makes from position_ids."""
     if hasattr(masking_utils, "packed_sequence_compatibility_function"):
         return masking_utils.packed_sequence_compatibility_function(base, POSITIONS, SEQUENCES)
     return masking_utils.and_masks(base, masking_utils.packed_sequence_mask_function(SEQUENCES))  # transformers 5.17
@@ -153,7 +153,7 @@ def test_packed_sequences_with_padding_or_a_cache_become_dense(change):
     ("packed_sequence_mask_function", "same sequence", packed(causal)),
     ("and_masks", "and", windowed)])
 def test_functions_with_another_meaning_are_not_recognized(name, what, mask_function, monkeypatch):
-    """As of another release of transformers."""
+    """Another release of transformers could have such functions."""
     known = len(masks._CODES)
     assert known == 6 + hasattr(masking_utils, "remap_positions_for_packed_sequence")
     assert pattern_of(mask_function) is not None
@@ -284,7 +284,7 @@ def test_packing_of_several_rows(impl, kind, attention):
 @pytest.mark.parametrize("use_cache", [False, True])
 @torch.no_grad()
 def test_an_attention_mask_forbids_packing(kind, use_cache, attention):
-    """As for eager attention, even if it is all ones."""
+    """Eager attention behaves so too, even if the mask is all ones."""
     ids, positions = tokens(2, 7, device=DEVICE), POSITIONS.to(DEVICE)
     ours, eager = models(kind, "torch", attention)
     inputs = dict(attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=use_cache)

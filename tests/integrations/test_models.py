@@ -27,7 +27,7 @@ META = {"device", "driver", "torch", "triton", "cuda", "date", "source_digest", 
 
 @pytest.fixture(autouse=True)
 def registers(monkeypatch):
-    """What is registered with transformers is so until the test is over."""
+    """Undoes all registrations with transformers after the test."""
     for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
 

@@ -58,7 +58,7 @@ def test_result_is_contiguous(is_row_first, position_ids):
 
 
 def test_positions_that_cannot_be_read_become_a_dense_mask(monkeypatch):
-    """As while a CUDA graph is captured."""
+    """They cannot be read while a CUDA graph is captured, for example."""
     q, k, v = qkv(7, 7)
     apart, together = (integration.attend(MODULE, q, k, v, None, position_ids=x)[0] for x in (POSITIONS, None))
     monkeypatch.setattr(integration, "can_read", lambda x: False)

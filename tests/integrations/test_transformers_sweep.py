@@ -47,10 +47,11 @@ SMALL = {
     VOCAB: "vocab_size decoder_vocab_size encoder_vocab_size vocab_size_per_layer_input",
 }
 SMALL = {name: value for value, names in SMALL.items() for name in names.split()}
-# What is not served where transformers serves sdpa. Some modules have tables of attention of their own.
+# Errors where transformers serves sdpa and we do not serve. Some modules have tables of attention of their own.
 REASONS = (f"{NAME} does not serve sparse attention", "Unsupported head_dim", f"KeyError: '{NAME}'",
            f"a mask of {NAME} has no dtype")
-# What is changed where that builds no model: as many key heads as heads; layers of more kinds; wider layers.
+# Changes to the config, tried where the ones before build no model: as many key heads as heads; layers of more kinds;
+# wider layers.
 CHANGES = ({}, {"num_key_value_heads": 4}, {name: 4 for name in SMALL if "layer" in name and SMALL[name] == 2},
            {"hidden_size": 512, "head_dim": 128}, {"num_hidden_layers": 6, "hidden_size": 128, "head_dim": 32})
 
@@ -88,7 +89,7 @@ def built(made, config, attention):
 
 
 def inputs_of(model):
-    """What a model may read, tried in turn: tokens; pixels; sound."""
+    """Yields inputs that a model may read: tokens if it takes them, else pixels and sound, to be tried in turn."""
     names, config = inspect.signature(model.forward).parameters, model.config
     torch.manual_seed(1)
     tokens = {name: torch.randint(5, VOCAB, (BATCH, LENGTH)) for name in ("input_ids", "decoder_input_ids")

@@ -87,7 +87,7 @@ def test_bad_options(argument, options, monkeypatch, capsys):
     assert argument in capsys.readouterr().err.splitlines()[-1]
 
 
-# What is wrong or refused.
+# Wrong results and refused arguments.
 
 def no_scale(q, k, v, causal):
     return reference_attention(q, k, v, causal, sm_scale=1.0)

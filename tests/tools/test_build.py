@@ -32,7 +32,7 @@ def import_file(path, name="another_build"):
 
 
 def python(code, cwd=ROOT, **env):
-    """What `code` prints in a fresh interpreter."""
+    """Runs code in a fresh interpreter and returns the text that it prints."""
     run = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=os.environ | env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
@@ -283,7 +283,7 @@ def test_cuda_sources_follow_nvcc(monkeypatch):
         assert ("TORCH_CUDA_ARCH_LIST" in _build.environment()) == cuda
 
 
-# What is missing.
+# Missing tools.
 
 def test_no_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -47,7 +47,7 @@ def test_backend_that_is_missing_is_named(capsys, monkeypatch):
 
 
 def test_info_without_rich(tmp_path):
-    """As a user without the extra runs it; there check and bench say which extra they lack."""
+    """info runs for a user without the extra. check and bench say which extra they lack."""
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\", name='rich')")
     run = ("import sys; from minimal_attn import cli\n"
            "codes = [cli.main([command]) for command in ('info', 'check', 'bench')]; print(codes)")
@@ -146,7 +146,7 @@ def start():
 
 
 def test_closed_pipe_exits_silently(start):
-    """As in `minimal-attn info | head -1`, whose reader is gone before anything is written."""
+    """In `minimal-attn info | head -1` the reader may be gone before anything is written."""
     process = start([sys.executable, "-m", "minimal_attn", "info"], TRITON_INTERPRET="0")
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait() == 1

@@ -125,8 +125,8 @@ def check_spills(file, target, tmp_path):
 
 
 def kind_of(file, name):
-    """What the kernel of this mangled name is for, by its file, or its template's last parameter and its first of type
-    bool."""
+    """The kind of the kernel of this mangled name: "dense", "dropout", "scores" or one of FORWARD_SM90. It follows from
+    the file, or from the first and the last bool among the template's arguments."""
     if file in FORWARD_SM90:
         return FORWARD_SM90[file][0]
     flags = re.findall(r"Lb([01])E", name)
@@ -164,7 +164,7 @@ def kernels_overlap(file, sass):
 
 
 def printed(directory, *arguments):
-    """What this program prints of each kernel it compiles."""
+    """Runs this file as a program and returns the facts that it prints about each kernel."""
     pytest.importorskip("triton", reason="triton is not installed")
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TRITON_CACHE_DIR": str(directory)}
     env.pop("TRITON_INTERPRET", None)

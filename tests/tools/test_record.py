@@ -64,7 +64,7 @@ def test_two_builds_have_the_same_code():
     assert code_digest.code_of(sources) == code_digest.code_of(sources)
 
 
-# What a digest is of.
+# Changes that change a digest, and changes that do not.
 
 @pytest.fixture
 def csrc(tmp_path):

@@ -62,7 +62,7 @@ def site(tmp_path_factory):
 
 
 def in_wheel(site, code, **env):
-    """What `code` prints in a process of its own, with the wheel and without a compiler."""
+    """Runs code in a process with the wheel and without a compiler, and returns the text that it prints."""
     path = os.pathsep.join([str(site), str(ROOT / "tests"), str(ROOT / "tests/tools")])
     env = os.environ | {"PYTHONPATH": path, "CXX": "no-such-compiler", "CUDA_HOME": "/no/such/folder"} | env
     run = subprocess.run([sys.executable, "-c", code], cwd=site, env=env, capture_output=True, text=True)
@@ -134,7 +134,7 @@ def test_results_on_a_gpu_equal_those_of_the_jit_build(site, tmp_path):
     assert_same(torch.load(file), results("cuda"))
 
 
-# What one process checks with the wheel, one after the other.
+# Scripts that check the wheel. One process runs them one after the other.
 
 CALL = """
 import pathlib, tempfile, torch, minimal_attn
@@ -248,7 +248,7 @@ assert torch.equal(out, want)
 
 
 def kernels(library):
-    """What it chooses for GPUs that need not be here, and what force_kernel returns."""
+    """The kernels that a library chooses for GPUs that need not be here, and the results of force_kernel."""
     found = []
     for capability in (75, 80, 90, 100):
         for dtype, head_dim in ((torch.half, 64), (torch.float, 64), (torch.half, 60)):
@@ -300,7 +300,7 @@ def test_kernels_and_schemas_are_those_of_the_jit_build(checked):
     assert checked["schemas"] == schemas()
 
 
-# What the library asks of torch.
+# Symbols that the library needs from torch.
 
 def symbols(library, *options):
     """{name: kind} of the dynamic symbols of a library, without their versions."""
