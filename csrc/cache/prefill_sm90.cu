@@ -54,7 +54,7 @@ struct Cached : Plain {
 };
 
 void flash_prefill(const DecodeParams &p) {
-    if (compute_capability() != 90) throw std::runtime_error("minimal_attn: flash_sm90.cu needs a GPU of sm_90");
+    if (compute_capability() != 90) throw std::runtime_error("minimal_attn: prefill_sm90.cu needs a GPU of sm_90");
     with_shape<Cached>(p.max_head_dim(), [&]<typename Shape>() {
         DecodeParams params = p;
         params.box_rows = cache_box_rows(p, Shape::kBlockN);

@@ -1,5 +1,5 @@
 // The folder cache/ has attention to long caches, see decode.cu. Order in cache/: share.cuh, keys.cuh, rows.cuh,
-// result.cuh, join.cuh, decode.cu. Beside it: decode_sm90.cu.
+// result.cuh, join.cuh, decode.cu. Beside it: decode_sm90.cu, prefill_sm90.cu, boxes.cuh.
 //
 // A sample's packed rows are cut into tiles, its keys into chunks of equal length. An item is a chunk for one tile of
 // one key head. All items lie on one line, in steps of kBlockN keys, and every block has an equal share of the line. A

@@ -1,4 +1,4 @@
-// The lengths of one sample of a cache, as sequence.cuh has them for tensors, and where its new rows go.
+// The lengths of one sample of a cache, its new rows, and their rows in the tables of a rotation by position (RoPE).
 #pragma once
 
 #include "common/sequence.cuh"

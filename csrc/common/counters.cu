@@ -30,7 +30,7 @@ int *zeroed_counters(int64_t count, void *stream) {
     if (!of_device.base) device::check_cuda(cudaGetSymbolAddress(reinterpret_cast<void **>(&of_device.base), counters));
     if (const auto slice = slices.find(owner); slice != slices.end() && slice->second.size >= count)
         return of_device.base + slice->second.begin;
-    // A stream gets twice as many as it needs now. Graphs are many, and each needs the same number in every replay.
+    // A stream gets twice as many as it needs now. A graph does not: graphs are many, and a replay needs no more.
     const int64_t least = (count + 31) / 32 * 32, left = kNumCounters - of_device.count;
     const int64_t size = std::get<2>(owner) ? least : std::min(std::max<int64_t>(2 * least, 1024), left);
     if (std::max(size, least) > left) return nullptr;

@@ -3,6 +3,6 @@
 
 #include <cstdint>
 
-// `count` counters on the current device, or nullptr if too few are left. Work that may run at the same time gets
-// different ones: they belong to the stream, or to the graph that captures it, for ever.
+// `count` counters on the current device, or nullptr if too few are left. They belong for ever to the stream or, while
+// it is captured, to that graph: work that may run at the same time has different ones.
 int *zeroed_counters(int64_t count, void *stream);

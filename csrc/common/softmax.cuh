@@ -6,7 +6,8 @@
 //
 // The running maximum is lazy. P = exp2(softmax_scale_log2 · S - row_max) is right for any row_max near the true
 // maximum, so row_max stays until the true one is 8 binary orders ahead. P up to 2^8 rounds as well as P up to 1, and
-// acc_o is rescaled at a row's first keys and then almost never. No row depends on the other rows of its warp.
+// acc_o is rescaled at a row's first keys and then almost never. No row depends on the other rows of its warp. Hopper's
+// forward pass does without a maximum in most blocks, see sm90/plain_scores.cuh.
 #pragma once
 
 #include <cfloat>

@@ -1,4 +1,4 @@
-// The op append_kvcache. The checks that speak to users are in minimal_attn/append.py.
+// The op append_kvcache. The checks that speak to users are in minimal_attn/reference/append.py.
 #include "flash_cache.h"
 #include "ops/ops.h"
 

@@ -1,4 +1,4 @@
-// Launches of attention to a cache, by three kernels.
+// Which samples of a cache go to which of three kernels, and on how many multiprocessors.
 #pragma once
 
 #include <algorithm>
@@ -28,9 +28,9 @@ inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
 // The kernel for the most rows also serves samples with more than p.max_seqlen_q.
 //
 // Launches of a mixed batch run side by side where the GPU can. Tensor cores bound prompts, memory bounds caches: three
-// quarters of the multiprocessors read caches nearly as fast as all. Prompts begin on the rest. A second prefill(p)
-// continues them after the caches, except on one or two multiprocessors whose block waits for an earlier launch. The
-// first prefill(p) waits for earlier work, so the others begin at once.
+// quarters of the multiprocessors read caches nearly as fast as all. Prompts begin on the rest, and a second prefill(p)
+// continues them on the others once the caches have been read. One or two of these stay busy with a block that waits
+// for an earlier launch. The first prefill(p) has waited for earlier work, so the launches after it begin at once.
 template <typename Prefill, typename Tall, typename Few>
 void launch_by_rows(DecodeParams p, FewestRows fewest, int all_sms, bool can_overlap, Prefill prefill, Tall tall,
                     Few few) {

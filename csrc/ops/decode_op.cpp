@@ -1,4 +1,4 @@
-// The op flash_decode. The checks that speak to users are in minimal_attn/pages.py.
+// The op flash_decode. The checks that speak to users are in minimal_attn/reference/pages.py.
 #include <vector>
 
 #include "common/counters.h"

@@ -35,7 +35,7 @@ template <typename T, typename Shape> struct PlainScores {
     using Walk = sm90::Walk<Shape>;
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages;
     static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
-    static constexpr float kMaxSum = 1 << 15;  // of a lane's columns of P: less than fp16 holds
+    static constexpr float kMaxSum = 1 << 15;  // of a lane's P in a row: below it, each fits fp16
 
     const Params<Shape> &p;
     Shape::SharedMemory &shared;

@@ -1,4 +1,5 @@
-// The producer warpgroup on Hopper: one thread finds tiles of out for the block, another one asks TMA for Q, K and V.
+// What the warpgroups of a block on Hopper share: tile sizes, registers (setmaxnreg), shared memory, the order of
+// tiles; and the producer: one thread finds tiles of out, another one asks TMA for Q, K and V.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +33,6 @@ struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
     static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
-    // Registers a thread.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 

@@ -162,8 +162,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         if (lane_idx == 0) mbarrier_arrive(shared.dq_done[t % 4]);
     }
 
-    // acc_s becomes scores, and acc_dp the derivative by factor · q·k. An argument `key` would be computed too early, in
-    // uniform registers: 4 % slower.
+    // acc_s becomes scores, and acc_dp the derivative by factor · q·k. An argument `key` would be computed too early,
+    // in uniform registers: 4 % slower.
     __device__ void change_scores(const WorkItem<Shape> &work, const RowBlock &block) {
         ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, work.seq.seqlen_q, work.seq.seqlen_k, work.tile.b, block.h);
         mods.bias = Bias{}, mods.slope = block.slope, mods.shift = work.seq.seqlen_k - work.seq.seqlen_q;
