@@ -11,7 +11,7 @@ struct AttnBackwardParams : AttnParams {
     Tensor dlse;        // [batch_size, nheads, seqlen_q] in any order, fp32 or fp64 for fp64; data is nullptr: all 0
     void *delta;        // workspace like lse: rowsum(dout ∘ o) - dlse
     float *lse_log2;    // workspace like lse, see scores.cuh; nullptr for flash_bwd.cu
-    void *workspace;    // as many bytes as backward_workspace of the kernel says, or nullptr if that is 0
+    void *workspace;    // as many bytes as backward_workspace of the kernel says; nullptr for flash_bwd.cu
     bool deterministic;
 };
 

@@ -72,13 +72,6 @@ struct Mask {
             hide(acc_p, 0.f, [&](int i) { return Range{rows(key + i).begin - row, INT_MAX}; });
     }
 
-  private:
-    template <int kBlock> __device__ static BlockRange blocks(Range some, Range all, bool is_none) {
-        if (is_none || some.is_empty()) return {0, 0, 0, 0};
-        return {some.begin / kBlock, (all.begin + kBlock - 1) / kBlock, all.end / kBlock,
-                (some.end + kBlock - 1) / kBlock};
-    }
-
     // Columns of row i outside of columns_of(i) become `hidden`. Columns count from this lane's first.
     template <int kMTiles, int kNTiles, typename ColumnsOf>
     __device__ static void hide(float (&acc)[kMTiles][kNTiles][4], float hidden, ColumnsOf columns_of) {
@@ -91,5 +84,12 @@ struct Mask {
                 for (int e = 0; e < 2; e++)
                     if (!columns.contains(8 * n + e)) acc[i / 2][n][i % 2 * 2 + e] = hidden;
         }
+    }
+
+  private:
+    template <int kBlock> __device__ static BlockRange blocks(Range some, Range all, bool is_none) {
+        if (is_none || some.is_empty()) return {0, 0, 0, 0};
+        return {some.begin / kBlock, (all.begin + kBlock - 1) / kBlock, all.end / kBlock,
+                (some.end + kBlock - 1) / kBlock};
     }
 };

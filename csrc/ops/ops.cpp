@@ -41,16 +41,15 @@ void launch_backward(AttnBackwardParams &p, const TorchTensor &k, const TorchTen
     const bool is_sm90 = kernel == Kernel::kSm90, has_workspace = is_sm90 || kernel == Kernel::kSm80;
     if (!has_workspace || !(p.dq.data || p.dk.data)) return simt::flash_backward(p);
     const TorchTensor lse_log2 = make_like(lse);
-    OptionalTensor unneeded_dk, unneeded_dv, workspace;
+    OptionalTensor unneeded_dk, unneeded_dv;
     p.lse_log2 = static_cast<float *>(lse_log2.data_ptr());
     if (!p.dk.data) {  // one kernel makes all three gradients
         unneeded_dk = new_like(k), unneeded_dv = new_like(v);
         p.dk = tensor_of(*unneeded_dk, kBHSD, p.cu_seqlens_k), p.dv = tensor_of(*unneeded_dv, kBHSD, p.cu_seqlens_k);
     }
-    if (const int64_t bytes = is_sm90 ? sm90::backward_workspace(p) : sm80::backward_workspace(p)) {
-        workspace = make_empty({bytes}, ScalarType::Byte, k);
-        p.workspace = workspace->data_ptr();
-    }
+    const int64_t bytes = is_sm90 ? sm90::backward_workspace(p) : sm80::backward_workspace(p);
+    const TorchTensor workspace = make_empty({bytes}, ScalarType::Byte, k);
+    p.workspace = workspace.data_ptr();
     is_sm90 ? sm90::flash_backward(p) : sm80::flash_backward(p);
 }
 #endif
@@ -77,6 +76,8 @@ Gradients flash_backward(const TorchTensor &dout_, const OptionalTensor &dlse, c
         throw_not_implemented("the backward pass of backend='cuda' does not take seqused_k with cu_seqlens_k, since "
                               "the keys of samples may overlap: minimal_attn.flash_attention gives each its own");
     check_backward(dout_, dlse, q, v, out, lse);
+    check_value((options.sinks || !need_dsinks) && (options.attn_bias || !need_dbias),
+                "need_dsinks goes with sinks, and need_dbias with attn_bias");
     const DeviceGuard guard(q);
     auto gradient = [](const TorchTensor &x, bool is_needed) {
         return is_needed ? new_like(x) : make_empty({0}, x.scalar_type(), x);
@@ -131,17 +132,16 @@ Gradients flash_backward(const TorchTensor &dout_, const OptionalTensor &dlse, c
 }
 
 // (kernel's name, why it is slow or nothing). capability and fast_fp64 describe a GPU that need not be here, by default
-// the tensors'. has_scores: softcap or ALiBi. Python has checked attn_bias.
+// the tensors'. has_scores: softcap or ALiBi.
 std::tuple<std::string, Reason> which_kernel(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
                                              bool has_dropout, std::optional<int64_t> capability, bool fast_fp64,
                                              bool has_sinks, bool has_scores, const OptionalTensor &attn_bias) {
     AttnParams p{};
-    check_and_set(p, q, k, v, {.softmax_scale = 1, .window_left = -1, .window_right = -1});
+    check_and_set(p, q, k, v, {.attn_bias = attn_bias, .softmax_scale = 1, .window_left = -1, .window_right = -1});
     const int64_t seed = 0;
     if (has_dropout) p.dropout_seed = &seed;
     if (has_sinks) p.sinks = &seed;
     if (has_scores) p.softcap = 1;
-    if (attn_bias) p.bias = bias_of(*attn_bias);
     const DeviceGuard guard(q);
     const auto [kernel, slow_because] =
         capability ? choose_kernel(p, Gpu{int(*capability), fast_fp64}, false) : choose(p, q, false);

@@ -114,7 +114,10 @@ inline Reason find_fault(const char *name, const TorchTensor &x, Sizes sizes, Sc
     std::string shape;
     for (const int64_t size : sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
     constexpr const char *kStrides[] = {"", " with a contiguous last dimension,", " contiguous,"};
-    return std::string(name) + " must be " + toString(dtype) + " of shape (" + shape + ")," + kStrides[int(strides)] +
+    const char *type = dtype == ScalarType::Int    ? "int32"
+                       : dtype == ScalarType::Long ? "int64"
+                                                   : toString(dtype);
+    return std::string(name) + " must be " + type + " of shape (" + shape + ")," + kStrides[int(strides)] +
            " on the device of the other tensors";
 }
 
@@ -138,7 +141,7 @@ struct Checks {  // keeps the first fault
     template <typename T>
     void set_rows(const T *&data, int64_t &row_stride, const char *name, const OptionalTensor &x, Sizes sizes) {
         set(data, name, x, sizes, kScalarType<T>, Strides::kRows);
-        if (data) row_stride = x->stride(0);
+        if (x && !fault) row_stride = x->stride(0);
     }
 };
 

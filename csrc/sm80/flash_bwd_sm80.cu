@@ -150,8 +150,11 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
                 for (int e = 0; e < 4; e++)
                     acc_s[m][n][e] = exp2_approx(scores.probability_log2(acc_s[m][n][e], e % 2 ? lse.y : lse.x));
         }
-        if (!is_full) [[unlikely]]  // at both ends
-            in.mask().apply_transposed(acc_s, BlockRange{0, 1, 0, 1}, 0, key, row);
+        if (!is_full) [[unlikely]]
+            Mask::hide(acc_s, 0.f, [&, mask = in.mask()](int i) {
+                const Range seen = mask.rows(key + i);
+                return Range{seen.begin - row, seen.end - row};
+            });
         if (drops())  // dS needs dropped P: a negative sign marks it
 #pragma unroll
             for (int i = 0; i < 4 * kMTiles * kNTiles; i++) {

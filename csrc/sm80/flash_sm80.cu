@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     const Dropout dropout(p, tile.b, tile.h);
     const int row0 = tile.block * kBlockM, warp_row = row0 + warp_idx * kWarpM + lane_idx / 4;  // this lane's first row
     BlockRange blocks = Mask(seq, p).key_blocks<kBlockM, kBlockN>(row0);
-    if (kMods || !scores.is_raw) blocks.full_end = 0; 
+    if (kMods || !scores.is_raw) blocks.full_end = 0;  // no block is left as it is
 
     const int row = thread_idx() / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
     const uint32_t copy_offset = Swizzle::offset(row, vec);

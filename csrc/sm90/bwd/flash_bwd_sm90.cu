@@ -109,7 +109,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     __device__ Operands<kNTiles> operands(int first) { return {acc_dp, first}; }
 
     __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
-    __device__ int key(const WorkItem<Shape> &work) const {  // this lane's first
+    __device__ int key(const BwdWorkItem<Shape> &work) const {  // this lane's first
         return work.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx + lane_idx / 4;
     }
     __device__ int row(const RowBlock &block) const { return block.m_block * kBlockM + lane_idx % 4 * 2; }
@@ -126,7 +126,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
 #pragma unroll 1
         for (uint32_t t = 0;; t++) {
             shared.work.consumer_wait(t);
-            const WorkItem<Shape> &work = shared.work_of(t);
+            const BwdWorkItem<Shape> &work = shared.work_of(t);
             if (!work.tile.is_valid) break;
             for (auto &x : acc_dk) x[0] = x[1] = x[2] = x[3] = 0.f;
             for (auto &x : acc_dv) x[0] = x[1] = x[2] = x[3] = 0.f;
@@ -164,7 +164,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
 
     // acc_s becomes scores, and acc_dp the derivative by factor · q·k. An argument `key` would be computed too early,
     // in uniform registers: 4 % slower.
-    __device__ void change_scores(const WorkItem<Shape> &work, const RowBlock &block) {
+    __device__ void change_scores(const BwdWorkItem<Shape> &work, const RowBlock &block) {
         ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, work.seq.seqlen_q, work.seq.seqlen_k, work.tile.b, block.h);
         mods.bias = Bias{}, mods.slope = block.slope, mods.shift = work.seq.seqlen_k - work.seq.seqlen_q;
         mods.apply(transposed(score_tile(acc_s, key(work), row(block))),
@@ -172,7 +172,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     }
     template <bool kForms> __device__ void add_row_block(uint32_t i, uint32_t t, uint32_t late_t, bool is_added) {
         const uint32_t stage = warp_uniform(i) % kStages;
-        const WorkItem<Shape> &work = shared.work_of(t);
+        const BwdWorkItem<Shape> &work = shared.work_of(t);
         shared.rows.consumer_wait(i);
         const RowBlock block = shared.row_block(i);
         if (!block.is_full) clear_tiles<kBlockM>(seen_rows(work, block.m_block), shared.sQ[stage], shared.sdO[stage]);
@@ -216,7 +216,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     }
 
     __device__ void clear_keys(uint32_t t) {  // both consumers clear the keys of both
-        const WorkItem<Shape> &work = shared.work_of(t);
+        const BwdWorkItem<Shape> &work = shared.work_of(t);
         const Range seen = seen_keys<Shape::kBlockN>(p, work, work.tile.block * Shape::kBlockN);
         if (seen.begin <= 0 && seen.end >= Shape::kBlockN) return;
         shared.keys.consumer_wait(t);
@@ -258,7 +258,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         add_dq(p, shared, i - 1, dq_warp(), lane_idx, acc_dq());
     }
 
-    __device__ void store(const WorkItem<Shape> &work) {  // through sV, a part for each warp
+    __device__ void store(const BwdWorkItem<Shape> &work) {  // through sV, a part for each warp
         const int key0 = work.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx;
         auto store_keys = [&](float (&acc)[kDTiles][4], float scale, const Tensor &x, int cols) {
             auto *rows = rows_of<uint16_t>(x, work.tile.b, work.tile.h_k, work.seq.k_begin + key0);

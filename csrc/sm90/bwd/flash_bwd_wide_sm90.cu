@@ -59,7 +59,7 @@ template <typename Shape> struct WideShared {
     Barrier may_send;    // the other block's sOtherdS may take dS
     Ring<2> dq_turns;    // if deterministic
     Barrier dq_added[2];
-    WorkItem<Shape> work;
+    BwdWorkItem<Shape> work;
     int ticket;
 
     __device__ RowBlock &row_block(uint32_t i) { return row_blocks[i % (2 * kStages)]; }
@@ -73,7 +73,7 @@ template <typename Shape> struct WideShared {
 
 template <typename Shape>
 __device__ void load_wide_tiles(const BwdParams<Shape> &p, WideShared<Shape> &shared, int rank) {
-    const WorkItem<Shape> &work = shared.work;
+    const BwdWorkItem<Shape> &work = shared.work;
     const Tile &tile = work.tile;
     const int key0 = work.seq.k_begin + tile.block * Shape::kBlockN;
     if (work.count() == 0) return;
@@ -110,7 +110,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     static constexpr int kHeadDim = Shape::kHeadDim, kNTiles = Shape::kNTiles, kDTiles = Shape::kDTiles;
     const BwdParams<Shape> &p;
     WideShared<Shape> &shared;
-    const WorkItem<Shape> &work;
+    const BwdWorkItem<Shape> &work;
     const int consumer, rank;
     const int lane_idx = thread_idx() % 32, idx = thread_idx() % 128;
     const uint32_t ds_address = shared.sdS.address(

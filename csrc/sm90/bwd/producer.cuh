@@ -12,7 +12,7 @@ template <typename Shape> struct BwdParams : AttnBackwardParams {
     BwdWorkspace<Shape> layout;
     TileOrder<Divisor> order;
     int num_items;             // key tiles · max_splits
-    bool rows_first;           // see WorkItem
+    bool rows_first;           // see BwdWorkItem
     uint32_t together;         // key heads together in a lone sample; a power of 2
     ScoreFactors<float> factors;
     float score_factor, dk_scale, dv_scale;  // P = exp2(score_factor · score - lse_log2)
@@ -26,7 +26,7 @@ template <typename Shape> struct BwdParams : AttnBackwardParams {
 // tiles end, long ones of the odd wave go forwards from their first rows. So blocks are at two places of the rows, and
 // Q, dO and dq_accum there should fit in L2, for all heads. Deterministic passes and packed batches order tiles
 // otherwise, and windows make them short: these go head by head.
-template <typename Shape> struct WorkItem {
+template <typename Shape> struct BwdWorkItem {
     Tile tile;
     Sequence seq;
     BlockRange blocks;             // of rows
@@ -95,7 +95,7 @@ template <typename Shape> struct BwdSharedMemory {
     SmemTile<kBlockM, Shape::kBlockN> sdS[2];  // [rows, keys]
     alignas(16) float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];  // by slot_of_row()
     RowBlock row_blocks[2 * kStages];  // dQ is late
-    WorkItem<Shape> work_items[4];
+    BwdWorkItem<Shape> work_items[4];
     Ring<4> work;
     Barrier is_loaded;        // a work item has been asked for
     Ring<2> keys;
@@ -106,7 +106,7 @@ template <typename Shape> struct BwdSharedMemory {
     Ring<2> dq_turns;         // if deterministic
     Barrier dq_added[2];
 
-    __device__ WorkItem<Shape> &work_of(uint32_t t) { return work_items[t % 4]; }
+    __device__ BwdWorkItem<Shape> &work_of(uint32_t t) { return work_items[t % 4]; }
     __device__ RowBlock &row_block(uint32_t i) { return row_blocks[i % (2 * kStages)]; }
     __device__ void init_barriers() {
         work.init(Shape::kNWarps + 3), mbarrier_init(is_loaded, 1);
@@ -122,11 +122,11 @@ template <typename Shape> struct BwdSharedMemory {
 // Turns of key tiles, if deterministic: one thread waits for the turn, consumers add dQ, another thread ends it. Blocks
 // of a pair add different columns, in turns of their own.
 template <typename Shape>
-__device__ int *dq_semaphore(const BwdParams<Shape> &p, const WorkItem<Shape> &work, int h, int m_block, int rank) {
+__device__ int *dq_semaphore(const BwdParams<Shape> &p, const BwdWorkItem<Shape> &work, int h, int m_block, int rank) {
     return p.layout.dq_semaphore(p, p.layout.row_tile(p, work.tile.b, h, m_block), rank);
 }
 template <typename Shape, typename Shared>
-__device__ void wait_for_turn(const BwdParams<Shape> &p, Shared &shared, const WorkItem<Shape> &work, uint32_t i, int h,
+__device__ void wait_for_turn(const BwdParams<Shape> &p, Shared &shared, const BwdWorkItem<Shape> &work, uint32_t i, int h,
                               int m_block, int rank = 0) {
     const int turn = work.turn(p, m_block), *semaphore = dq_semaphore(p, work, h, m_block, rank);
     shared.dq_turns.producer_acquire(i);
@@ -134,7 +134,7 @@ __device__ void wait_for_turn(const BwdParams<Shape> &p, Shared &shared, const W
     mbarrier_arrive(shared.dq_turns.full_barrier(i));
 }
 template <typename Shape, typename Shared>
-__device__ void end_turns(const BwdParams<Shape> &p, Shared &shared, const WorkItem<Shape> &work, int rank = 0) {
+__device__ void end_turns(const BwdParams<Shape> &p, Shared &shared, const BwdWorkItem<Shape> &work, int rank = 0) {
     work.for_each([&](uint32_t i, int h, int m_block) {
         mbarrier_wait(shared.dq_added[i % 2], i / 2 % 2);
         store_release(dq_semaphore(p, work, h, m_block, rank), work.turn(p, m_block) + 1);
@@ -143,12 +143,12 @@ __device__ void end_turns(const BwdParams<Shape> &p, Shared &shared, const WorkI
 }
 
 // Tells flash_bwd_dq, which waits for flash_bwd_dkv instead if keys are split.
-template <typename Shape> __device__ void report_dq(const BwdParams<Shape> &p, const WorkItem<Shape> &work) {
+template <typename Shape> __device__ void report_dq(const BwdParams<Shape> &p, const BwdWorkItem<Shape> &work) {
     if (p.dq.data && work.splits == 1) atomic_add_acq_rel(p.layout.dq_arrivals(p, work.tile), 1);
 }
 
 // No row sees these keys.
-template <typename Shape> __device__ void store_zeros(const BwdParams<Shape> &p, const WorkItem<Shape> &work) {
+template <typename Shape> __device__ void store_zeros(const BwdParams<Shape> &p, const BwdWorkItem<Shape> &work) {
     if (work.split_idx >= work.splits) return;  // beyond the sample's splits
     if (work.splits > 1 && work.tile.block * Shape::kBlockN >= work.seq.seqlen_k) return;  // nobody reads them
     constexpr int kBlockN = Shape::kBlockN, kHeadDim = Shape::kHeadDim;
@@ -181,11 +181,11 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
     for (uint32_t t = 0;; t++) {
         if (t > 0) mbarrier_wait(shared.is_loaded, (t - 1) % 2);
         shared.work.producer_acquire(t);
-        WorkItem<Shape> &work = shared.work_of(t);
+        BwdWorkItem<Shape> &work = shared.work_of(t);
         if (lane_idx == 0) work.idx = t, work.begin = t == 0 ? 0 : shared.work_of(t - 1).end();
         bool is_due = p.takes_turns() && t > 0;  // of the last row block before
         auto wait_for_last_turn = [&] {
-            const WorkItem<Shape> &before = shared.work_of(work.idx - 1);
+            const BwdWorkItem<Shape> &before = shared.work_of(work.idx - 1);
             if (is_due && lane_idx == 0)
                 wait_for_turn<Shape>(p, shared, before, before.end() - 1, before.h_end - 1, before.blocks.end - 1);
             is_due = false;
@@ -219,7 +219,7 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
 }
 
 template <typename Shape>
-__device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const WorkItem<Shape> &work) {
+__device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const BwdWorkItem<Shape> &work) {
     const Tile &tile = work.tile;
     const uint32_t t = work.idx;
     auto load_keys = [&](SmemTile<64, Shape::kHeadDim> &to, const TmaTensor &x, Barrier &full, int c) {
@@ -248,7 +248,7 @@ __device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &sh
 
 // P becomes 0 for rows without keys or beyond the end.
 template <typename Shape, typename Shared>
-__device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const WorkItem<Shape> &work) {
+__device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const BwdWorkItem<Shape> &work) {
     constexpr int kBlockM = Shape::kBlockM, kCount = (kBlockM + 31) / 32;
     const int lane_idx = threadIdx.x % 32;
     work.for_each([&](uint32_t i, int h, int m_block) {
@@ -285,7 +285,7 @@ template <typename Shape> __device__ void produce(const BwdParams<Shape> &p, Bwd
 #pragma unroll 1
         for (uint32_t t = 0;; t++) {
             shared.work.consumer_wait(t);  // unobserved by the emulator: some threads would run on forever
-            const WorkItem<Shape> &work = shared.work_of(t);
+            const BwdWorkItem<Shape> &work = shared.work_of(t);
             if (!work.tile.is_valid) break;
             f(work);
             t = work.idx;
@@ -294,18 +294,18 @@ template <typename Shape> __device__ void produce(const BwdParams<Shape> &p, Bwd
         }
     };
     if (threadIdx.x == 0) {
-        for_work([&](const WorkItem<Shape> &work) {
+        for_work([&](const BwdWorkItem<Shape> &work) {
             load_tiles<Shape>(p, shared, work);
             mbarrier_arrive(shared.is_loaded);
         });
     } else if (threadIdx.x / 32 == 1) {
         let_next_kernel_begin();
         wait_for_previous_kernel();
-        for_work([&](const WorkItem<Shape> &work) { load_numbers<Shape>(p, shared, work); });
+        for_work([&](const BwdWorkItem<Shape> &work) { load_numbers<Shape>(p, shared, work); });
     } else if (threadIdx.x / 32 == 2) {
         take_work<Shape>(p, shared);
     } else if (threadIdx.x == 96) {
-        for_work([&](const WorkItem<Shape> &work) {
+        for_work([&](const BwdWorkItem<Shape> &work) {
             if (p.takes_turns()) end_turns<Shape>(p, shared, work);
             const uint32_t t = work.idx;
             mbarrier_wait(shared.dq_done[t % 4], t / 4 % 2);  // unobserved by the emulator: flash_bwd_dq comes later
