@@ -126,8 +126,8 @@ __device__ int *dq_semaphore(const BwdParams<Shape> &p, const BwdWorkItem<Shape>
     return p.layout.dq_semaphore(p, p.layout.row_tile(p, work.tile.b, h, m_block), rank);
 }
 template <typename Shape, typename Shared>
-__device__ void wait_for_turn(const BwdParams<Shape> &p, Shared &shared, const BwdWorkItem<Shape> &work, uint32_t i, int h,
-                              int m_block, int rank = 0) {
+__device__ void wait_for_turn(const BwdParams<Shape> &p, Shared &shared, const BwdWorkItem<Shape> &work, uint32_t i,
+                              int h, int m_block, int rank = 0) {
     const int turn = work.turn(p, m_block), *semaphore = dq_semaphore(p, work, h, m_block, rank);
     shared.dq_turns.producer_acquire(i);
     while (load_acquire(semaphore) != turn) {}
