@@ -254,6 +254,11 @@ def changed(record):
             sorted(name for name in {*ours, *record["triton"]} if ours.get(name) != record["triton"].get(name)))
 
 
+def recorded_kernels(record):
+    """The digest of all kernels of the record's library."""
+    return all_kernels(kernel for entry in record["csrc"].values() for kernel in entry["kernels"])
+
+
 def code_of(files):
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:  # nvcc itself uses two cores
         return dict(zip(files, pool.map(code, files)))
@@ -292,8 +297,9 @@ def main():
     is_same = old["triton"] == functions() and all(
         {str(entry[part]) for entry in old["csrc"].values()} == {str(entry[part]) for entry in csrc.values()}
         for part in ("host", "kernels"))
+    before = {"tokens": old["tokens"], "kernels": recorded_kernels(old)}
     record = {"compilers": compilers(), "tokens": sorted({*(old["tokens"] if is_same else []), all_tokens()}),
-              "triton": functions(), "csrc": csrc}
+              "triton": functions(), "before": old.get("before", before) if is_same else before, "csrc": csrc}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 

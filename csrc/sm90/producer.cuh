@@ -1,5 +1,5 @@
-// What the warpgroups of a block on Hopper share: tile sizes, registers (setmaxnreg), shared memory, the order of
-// tiles; and the producer: one thread finds tiles of out, another one asks TMA for Q, K and V.
+// Tile sizes, registers (setmaxnreg), shared memory and the order of tiles of a block on Hopper; and its producer: one
+// thread finds tiles of out, another one asks TMA for Q, K and V.
 #pragma once
 
 #include <algorithm>

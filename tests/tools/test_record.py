@@ -37,11 +37,15 @@ def test_record_has_no_failure():
     assert {name.split(".")[1] for (name, _), tags in outcomes.items() if "skipped" not in tags} >= PARTS
 
 
-def test_record_is_of_one_code(code):
-    kernels = code_digest.all_kernels(x for entry in code["csrc"].values() for x in entry["kernels"])
-    for suite in suites():
-        properties = {x.get("name"): x.get("value") for x in suite.find("properties")}
-        assert properties["tokens"] in code["tokens"] and properties["kernels"] == kernels, suite.get("timestamp")
+@pytest.mark.parametrize("part", sorted(file.stem for file in RECORD.parent.glob("*.xml")))
+def test_record_is_of_this_library(code, part):
+    """attention/ and caches/ run every kernel. The other parts test what surrounds them: they may have run with the
+    library of the record before."""
+    suite = ElementTree.parse(RECORD.parent / f"{part}.xml").getroot()[0]
+    ran = {x.get("name"): x.get("value") for x in suite.find("properties")}
+    now = ran["tokens"] in code["tokens"] and ran["kernels"] == code_digest.recorded_kernels(code)
+    before = ran["tokens"] in code["before"]["tokens"] and ran["kernels"] == code["before"]["kernels"]
+    assert now or (before and part not in ("attention", "caches")), "run `make gpu-record` on a GPU"
 
 
 def test_record_is_of_these_functions(code):
