@@ -277,7 +277,8 @@ def program(csrc, folder, body, includes=""):
         #include <cstdio>
         #include <stdexcept>
         #include <utility>
-        #include "flash.h"
+        #include "flash_bwd.h"
+        #include "flash_cache.h"
         #include "common/launch.h"
         """ + includes + """
         int main() try {""" + body + """
@@ -360,7 +361,7 @@ def test_order_of_tiles(csrc, tmp_path):
                 print(KeyTiles<128>(p), p, {0, 3, 4, 7, 8, 11, 12, 15});
                 print(RowTiles<128>(p), p, {0, 1, 2, 3, 4, 7, 12, 15});
             }
-            """, '#include <array>\n#include <set>\n#include "common/scheduler.cuh"')
+            """, '#include <array>\n#include <set>\n#include "common/key_tiles.cuh"')
     assert run(main).stdout.splitlines() == [
         "0 0 0, 1 3 0, 0 0 1, 1 3 15, 2 0 0, 2 3 0, 2 0 1, 2 3 15, ",
         "0 0 15, 1 3 15, 0 0 14, 1 3 0, 2 0 15, 2 3 15, 2 0 14, 2 3 0, ",
