@@ -3,9 +3,9 @@
     git worktree add /tmp/old HEAD~1
     python benchmarks/compare_builds.py /tmp/old .
 
-Each checkout is loaded by a process of its own, and only one of them uses the GPU at a time. They take turns, so that a
-change of the GPU's clock meets both alike. Calls are timed in a CUDA graph, without the host. `=` says that all results
-have the same bits. dq is left out there, since blocks add to it in any order, but for deterministic passes.
+Each checkout is loaded by a process of its own. The two take turns on the GPU, so that a change of its clock meets both
+alike. Calls are timed in a CUDA graph, without the host. `=` says that all results have the same bits. Only
+deterministic passes compare dq: in others, blocks add to it in any order.
 """
 
 import argparse
