@@ -420,6 +420,15 @@ def test_op_refuses_what_would_read_out_of_bounds(name, change):
         ops.flash_backward(*{**given, name: change(given[name])}.values(), *options.of_op())
 
 
+@pytest.mark.parametrize("option", ["need_dsinks", "need_dbias"])
+def test_op_refuses_gradients_of_what_is_not_given(option):
+    minimal_attn.load()
+    q, ops, options = torch.randn(2, 4, 8, 16), torch.ops.minimal_attn, Options(0.25)
+    out, lse = ops.flash_forward(q, q, q, *options.of_op())
+    with pytest.raises(ValueError, match=option):
+        ops.flash_backward(out, lse, q, q, q, out, lse, *options.of_op(), **{option: True})
+
+
 def test_tangent_of_dout_raises():
     from triton_ref.classic import attention
 

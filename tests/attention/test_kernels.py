@@ -538,3 +538,10 @@ def test_fast_path_hands_over_the_reason(slow):
     assert out.equal(flash_attention(*slow, backend="cuda", seq_lens=[40, 40]))
     with force_kernel("simt"):
         assert fast(*slow).equal(out)
+
+
+@pytest.mark.parametrize("attn_bias", [torch.zeros(1, 1, 8, 8, dtype=torch.int32), torch.zeros(1, 1, 3, 8)])
+def test_which_kernel_checks_the_bias(attn_bias):
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(ValueError, match="attn_bias"):
+        minimal_attn.load().which_kernel(q, q, q, attn_bias=attn_bias)
