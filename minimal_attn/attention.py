@@ -230,8 +230,9 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
     is_3d = q.ndim == 3
     if is_3d:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    options = Options(scale, window, lengths, sinks, dropout_p, seed, deterministic, autotune, descales, return_lse,
-                      **scores)
+    options = Options.of(scale, window, lengths, sinks=sinks, dropout_p=dropout_p, dropout_seed=seed,
+                         deterministic=deterministic, autotune=autotune, return_lse=return_lse, **scores,
+                         **dict(zip(("q_descale", "k_descale", "v_descale"), descales)))
     if is_known(q.numel() == 0) or is_known(k.numel() == 0):
         # Nothing to launch. The reference's empty products leave the outputs in the graph of inputs that require grad.
         out, lse = reference.BACKEND.forward(q, k, v, options)
@@ -240,7 +241,7 @@ def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, determ
         # Kernels, the backends without forward mode, do not add up gradients of keys that samples share.
         if lengths.may_share_keys and not chosen.has_forward_mode and any(map(wants_gradient, (q, k, v, sinks))):
             k, v, lengths = with_own_keys(k, v, lengths, max_seqlen_k)
-            options = options._replace(lengths=lengths)
+            options = options.with_lengths(lengths)
         out, lse = chosen.forward(q, k, v, options)
     if is_3d:
         out, lse = out.squeeze(1), lse.squeeze(1) if return_lse else None

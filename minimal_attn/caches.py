@@ -119,15 +119,15 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
     check_no_derivative("attention_with_kvcache", "flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks,
                         k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
-    options = Options(scale, (left, 0 if causal else right), lengths, sinks, return_lse=return_lse,
-                      softcap=check_softcap(softcap), alibi_slopes=alibi_slopes)
+    options = Options.of(scale, (left, 0 if causal else right), lengths, sinks=sinks, return_lse=return_lse,
+                         softcap=check_softcap(softcap), alibi_slopes=alibi_slopes)
     if _is_empty(q, k_cache, cache.page_table):
         chosen = reference.BACKEND  # there is nothing to launch
     q = append.q
     if has_new:
         q_rotated, seqused_k = _append(chosen, k, v, k_cache, v_cache, append)
         q = q if rotary_cos is None else q_rotated
-        options = options._replace(lengths=lengths._replace(seqused_k=seqused_k))
+        options = options._replace(seqused_k=seqused_k)
     out, lse = chosen.forward_cached(q, k_cache, v_cache, options, cache)
     return (out, lse) if return_lse else out
 

@@ -5,7 +5,7 @@ This file imports nothing else of the project. Read next: backends/, which get t
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,26 +48,53 @@ class Lengths(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The checked arguments of a call beside q, k and v. Every backend gets all of them and takes those that it
-    knows."""
+    """The one table of options: the arguments of a call beside q, k and v, once they are checked.
 
-    softmax_scale: float
-    # (left, right): row i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right, by the
-    # lengths of its sample. -1 is no bound, and (-1, 0) is causal.
-    window: tuple[int, int] = (-1, -1)
-    lengths: Lengths = Lengths()
+    The first 13 are the arguments of every op after q, k and v, in the order of OPTIONS in csrc/ops/params.h. The ops of
+    csrc also take deterministic, and those of triton_ref autotune and the descales. Every backend gets all options and
+    takes those that it knows. An option is added here, with its check in checks.py.
+    """
+
+    cu_seqlens_q: Tensor | None = None  # the first four are Lengths
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
     sinks: Tensor | None = None  # (H,), contiguous, fp32, or fp64 for fp64: one more score of each row, without a value
+    alibi_slopes: Tensor | None = None  # float32 (H,) or (B, H), contiguous; B samples, also of a packed batch
+    # 4D, bool (True: seen), q's dtype or float32, of any strides. It broadcasts to (B, H, Sq, Sk).
+    attn_bias: Tensor | None = None
+    softmax_scale: float = 1.0
+    softcap: float = 0.0  # 0 is none
+    # Row i sees the keys from i + seqlen_k - seqlen_q - window_left to i + seqlen_k - seqlen_q + window_right, by the
+    # lengths of its sample. -1 is no bound, and (-1, 0) is causal.
+    window_left: int = -1
+    window_right: int = -1
     dropout_p: float = 0.0
     # int64, contiguous; None without dropout. One element, or a dropout.seed_with_origins.
     dropout_seed: Tensor | None = None
     deterministic: bool = False
     autotune: bool = True
-    descales: tuple = (None, None, None)  # of q, k and v in fp8: float32 (B, Hk), contiguous, or None
+    q_descale: Tensor | None = None  # of q, k and v in fp8: float32 (B, Hk), contiguous, or None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
     return_lse: bool = True  # False: lse may be None
-    softcap: float = 0.0  # 0 is none
-    alibi_slopes: Tensor | None = None  # float32 (H,) or (B, H), contiguous; B samples, also of a packed batch
-    # 4D, bool (True: seen), q's dtype or float32, of any strides. It broadcasts to (B, H, Sq, Sk).
-    attn_bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, softmax_scale, window=(-1, -1), lengths=Lengths(), **others):
+        """Options with a window (left, right) and Lengths."""
+        return cls(*lengths, softmax_scale=softmax_scale, window_left=window[0], window_right=window[1], **others)
+
+    @property
+    def lengths(self):
+        return Lengths(*self[:4])
+
+    @property
+    def window(self):
+        return self.window_left, self.window_right
+
+    @property
+    def descales(self):
+        return self.q_descale, self.k_descale, self.v_descale
 
     @property
     def has_scores(self):
@@ -76,13 +103,26 @@ class Options(NamedTuple):
 
     @property
     def tensors(self):
-        """The tensors among these options. None for each that is not given."""
-        return (*self.lengths, self.sinks, self.alibi_slopes, self.attn_bias, self.dropout_seed, *self.descales)
+        """The tensors among these options."""
+        return [x for x in self if isinstance(x, Tensor)]
+
+    def with_lengths(self, lengths):
+        return self._replace(**lengths._asdict())
 
     def of_op(self):
         """The arguments of an op that follow q, k and v, as far as all ops have them."""
-        return (*self.lengths, self.sinks, self.alibi_slopes, self.attn_bias, self.softmax_scale, self.softcap,
-                *self.window, self.dropout_p, self.dropout_seed)
+        return self[:OF_OP]
+
+    def of_decode(self, cache):
+        """The arguments of an op that attends to a cache, after q, k_cache and v_cache."""
+        return (self.cu_seqlens_q, self.seqused_q, self.seqused_k, *cache[:4], *self[SCORE_TENSORS],
+                *self[SCORE_NUMBERS], *cache[4:])
+
+
+OF_OP = Options._fields.index("deterministic")
+SCORE_TENSORS = slice(*map(Options._fields.index, ("sinks", "attn_bias")))  # as in csrc/ops/params.h
+SCORE_NUMBERS = slice(*map(Options._fields.index, ("softmax_scale", "dropout_p")))
+DIFFERENTIABLE = "sinks", "attn_bias"  # the options that have gradients
 
 
 class Cache(NamedTuple):
@@ -129,6 +169,19 @@ class Append(NamedTuple):
     rotary_seqlens: Tensor | None = None  # int32 (B,)
     rotary_interleaved: bool = True  # pairs are the columns (2i, 2i + 1), else (i, i + rotary_dim / 2)
     q_advances: bool = False
+
+
+# The arguments of Options.of_decode.
+DECODE_FIELDS = ("cu_seqlens_q", "seqused_q", "seqused_k", *Cache._fields[:4], *Options._fields[SCORE_TENSORS],
+                 *Options._fields[SCORE_NUMBERS], *Cache._fields[4:])
+SCHEMA_TYPES = {Tensor | None: "Tensor?", float: "float", int: "int", bool: "bool"}
+
+
+def schema_of(*tables: type, fields: Sequence[str] | None = None) -> str:
+    """The fields of NamedTuples, or some of them in this order, as arguments in the schema of an op of torch."""
+    types, defaults = ({name: x for table in tables for name, x in getattr(table, of).items()}
+                       for of in ("__annotations__", "_field_defaults"))
+    return ", ".join(f"{SCHEMA_TYPES[types[name]]} {name}={defaults[name]}" for name in fields or types)
 
 
 @dataclass(frozen=True)

@@ -391,8 +391,9 @@ _plans = {}  # {all that a launch depends on: the launch}
 def in_float(options):
     """Converts the tensors in options to fp32, for inputs converted by to_float."""
     bias = options.attn_bias
-    return options._replace(descales=tuple(map(to_float, options.descales)),
-                            attn_bias=bias if bias is None or bias.dtype != torch.bfloat16 else to_float(bias))
+    descales = {name: to_float(getattr(options, name)) for name in ("q_descale", "k_descale", "v_descale")}
+    return options._replace(attn_bias=bias if bias is None or bias.dtype != torch.bfloat16 else to_float(bias),
+                            **descales)
 
 
 def run(q, k, v, options, config=None):

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _build
 from ..checks import holds, is_eager, shown, wants_gradient
 from ..lengths import NO_WINDOW
-from ..options import Backend, Lengths, warn
+from ..options import OF_OP, Backend, Lengths, warn
 from ..reference.definition import DTYPES
 from ..reference.pages import over_gathered
 
@@ -48,7 +48,7 @@ def _forward(q, k, v, options):
         raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
                         "on a GPU are float32, float16, bfloat16")
     _load_ops()
-    inputs = q, k, v, *options.of_op(), options.deterministic
+    inputs = q, k, v, *options[:OF_OP + 1]
     if not is_eager(q, k, v, *options.tensors):
         if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
             choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
@@ -83,10 +83,7 @@ def _forward_cached(q, k, v, options, cache):
         return _host_forward_cached(q, k, v, options, cache)
     _check_cache_dtype("reads", q=q)
     _load_ops()
-    lengths = options.lengths
-    return torch.ops.minimal_attn.flash_decode(
-        q, k, v, lengths.cu_seqlens_q, lengths.seqused_q, lengths.seqused_k, *cache[:4], options.sinks,
-        options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, *cache[4:])
+    return torch.ops.minimal_attn.flash_decode(q, k, v, *options.of_decode(cache))
 
 
 def can_append(k):

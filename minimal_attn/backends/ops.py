@@ -2,9 +2,7 @@
 
 An op forward(q, k, v, *options, mode, ...) gives (out, lse), and backward(dout, dlse, q, k, v, out, lse, *options,
 mode, need_dq, need_dkv, need_dsinks, need_dbias) gives (dq, dk, dv, dsinks, dbias). The options are those of
-Options.of_op: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, softmax_scale, softcap,
-window_left, window_right, dropout_p, dropout_seed. mode is the one bool that both ops of an implementation take: csrc's
-deterministic, Triton's autotune.
+Options.of_op. mode is the one bool that both ops of an implementation take: csrc's deterministic, Triton's autotune.
 
 The dispatcher's Python part costs more than a small attention takes. ../../csrc/binding/autograd.cpp and
 ../../triton_ref/ops.py therefore go past it where nothing traces or watches.
@@ -17,20 +15,20 @@ import functools
 import torch
 
 from ..checks import FP8_DTYPES, check_no_derivative, empty_like, empty_outputs
+from ..options import DIFFERENTIABLE, OF_OP, Options
 from ..reference.append import append_shapes
 from .flops import backward_flops, decode_flops, forward_flops, register_flops
 
-NUM_INPUTS = 17  # of a forward op, from q to mode; what follows has no part in the derivative
-SINKS, ATTN_BIAS = 7, 9  # where these are among them
+PLACES = 0, 1, 2, *(3 + Options._fields.index(name) for name in DIFFERENTIABLE)  # of inputs that have gradients
+NEEDED = True, True, False, False  # the defaults of need_dq, need_dkv, need_dsinks and need_dbias
 
 
 def save(ctx, inputs, output):
     """Saves in ctx everything that the function made by backward_of reads from an op's forward pass."""
-    q, k, v, *tensors, softmax_scale, softcap, left, right, dropout_p, dropout_seed, mode = inputs[:NUM_INPUTS]
+    given = inputs[:3 + OF_OP + 1]  # up to mode: what follows has no part in the derivative
     ctx.num_inputs = len(inputs)
-    ctx.numbers = softmax_scale, softcap, left, right, dropout_p
-    ctx.mode = mode
-    ctx.save_for_backward(q, k, v, *output, *tensors, dropout_seed)
+    ctx.numbers = [None if isinstance(x, torch.Tensor) else x for x in given]
+    ctx.save_for_backward(*output, *(x if isinstance(x, torch.Tensor) else None for x in given))
     ctx.set_materialize_grads(False)  # an lse that nobody uses has no gradient
 
 
@@ -38,7 +36,8 @@ def backward_of(run, backend):
     """(ctx, dout, dlse) -> the gradients of an op's inputs, by run, which takes the arguments of a backward op."""
 
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, *tensors, dropout_seed = ctx.saved_tensors
+        out, lse, *tensors = ctx.saved_tensors
+        q, k, v, *options = (number if x is None else x for x, number in zip(tensors, ctx.numbers))
         if q.dtype in FP8_DTYPES:
             raise NotImplementedError(f"backend={backend!r} has no backward pass in {q.dtype}")
         # Their tangents would be lost: Hessian-vector products, forwards over backwards, do this.
@@ -46,12 +45,10 @@ def backward_of(run, backend):
                             dout=dout, dlse=dlse)
         if dout is None:
             dout = torch.zeros_like(out)
-        need_q, *need_kv = ctx.needs_input_grad[:3]
-        need_sinks, need_bias = ctx.needs_input_grad[SINKS], ctx.needs_input_grad[ATTN_BIAS]
-        gradients = run(dout, dlse, q, k, v, out, lse, *tensors, *ctx.numbers, dropout_seed, ctx.mode, need_q,
-                        any(need_kv), need_sinks, need_bias)
+        need_q, need_k, need_v, *need_others = (ctx.needs_input_grad[place] for place in PLACES)
+        gradients = run(dout, dlse, q, k, v, out, lse, *options, need_q, need_k or need_v, *need_others)
         of_inputs = [None] * ctx.num_inputs
-        for place, gradient in zip((0, 1, 2, SINKS, ATTN_BIAS), gradients):
+        for place, gradient in zip(PLACES, gradients):
             if ctx.needs_input_grad[place]:
                 of_inputs[place] = gradient
         return tuple(of_inputs)
@@ -63,13 +60,13 @@ def _forward_shapes(q, k, v, *options, **more_options):
     return empty_outputs(q, v)
 
 
-def _backward_shapes(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks,
-                     alibi_slopes, attn_bias, softmax_scale, softcap, window_left, window_right, dropout_p=0.0,
-                     dropout_seed=None, mode=False, need_dq=True, need_dkv=True, need_dsinks=False, need_dbias=False):
-    needed = [empty_like(x) if is_needed else x.new_empty(0)
-              for x, is_needed in ((q, need_dq), (k, need_dkv), (v, need_dkv))]
-    dsinks = torch.empty_like(sinks) if need_dsinks else lse.new_empty(0)
-    return *needed, dsinks, attn_bias.new_empty(attn_bias.shape) if need_dbias else lse.new_empty(0)
+def _backward_shapes(dout, dlse, q, k, v, out, lse, *given):
+    options, needed = Options(*given[:OF_OP]), given[OF_OP + 1:]
+    need_dq, need_dkv, *need_others = (*needed, *NEEDED[len(needed):])  # the dispatcher drops defaults
+    like = [empty_like(x) if is_needed else x.new_empty(0)
+            for x, is_needed in ((q, need_dq), (k, need_dkv), (v, need_dkv))]
+    return *like, *(x.new_empty(x.shape) if is_needed else lse.new_empty(0) for x, is_needed in zip(
+        (getattr(options, name) for name in DIFFERENTIABLE), need_others))
 
 
 def register(forward, backward, run, backend):

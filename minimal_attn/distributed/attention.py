@@ -123,8 +123,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
             dropout_seed=None if seed is None else seed_of_heads(seed, heads, cu_seqlens, q),
             **lengths_of_whole(cu_seqlens, seqlen, q))
         return ulysses_attention(attend, q, k, v, shards)
-    options = Options(scale, window, sinks=sinks, dropout_p=dropout_p, dropout_seed=seed, deterministic=deterministic,
-                      softcap=softcap, alibi_slopes=alibi_slopes)
+    options = Options.of(scale, window, sinks=sinks, dropout_p=dropout_p, dropout_seed=seed,
+                         deterministic=deterministic, softcap=softcap, alibi_slopes=alibi_slopes)
     room = room_for(shards, q.shape[2], documents, seed is not None)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     function = RingAttention if method == "ring" else AllGatherAttention

@@ -56,7 +56,8 @@ class Attention(NamedTuple):
         if seed is not None:
             origins = [x for row, key, number in call.origins for x in (row, key, self.first_head, number)]
             seed = seed_with_origins(seed, *ints(seed.device, origins, dtype=torch.int64))
-        return self.options._replace(window=call.window, lengths=call.lengths, dropout_seed=seed)
+        left, right = call.window
+        return self.options.with_lengths(call.lengths)._replace(window_left=left, window_right=right, dropout_seed=seed)
 
     def of_heads(self, heads):
         """This Attention restricted to a slice of query heads."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checks import (MAX_HEAD_DIM, can_read, check_alike, check_tensor, empty_like, holds, is_eager, is_known, is_over,
                       reworded, same_sizes, shown, sum_dtype)
 from ..lengths import check_int32, check_per_sample
-from ..options import Append, Cache, Lengths
+from ..options import Append, Cache, Lengths, schema_of
 from .packed import begins_and_lengths, places_of_rows
 from .pages import capacity_of, check_fit, check_last_dimension, check_sequences
 
@@ -170,15 +170,10 @@ def append_in_torch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, appe
     return torch.ops.minimal_attn.torch_append(k, v, k_cache, v_cache, *append)
 
 
-@torch.library.custom_op("minimal_attn::torch_append", mutates_args=("k_cache", "v_cache"))
-def _torch_append(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor | None,
-                  page_table: Tensor | None, cache_batch_idx: Tensor | None, cu_seqlens_k_new: Tensor | None,
-                  slot_mapping: Tensor | None, q: Tensor | None, cu_seqlens_q: Tensor | None,
-                  rotary_cos: Tensor | None, rotary_sin: Tensor | None, rotary_seqlens: Tensor | None,
-                  rotary_interleaved: bool, q_advances: bool) -> tuple[Tensor, Tensor]:
-    return _append(k_new, v_new, k_cache, v_cache, Append(
-        seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new, slot_mapping, q, cu_seqlens_q, rotary_cos,
-        rotary_sin, rotary_seqlens, rotary_interleaved, q_advances))
+@torch.library.custom_op("minimal_attn::torch_append", mutates_args=("k_cache", "v_cache"), schema=(
+    f"(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, {schema_of(Append)}) -> (Tensor, Tensor)"))
+def _torch_append(k_new, v_new, k_cache, v_cache, *of_append):
+    return _append(k_new, v_new, k_cache, v_cache, Append(*of_append))
 
 
 _torch_append.register_fake(append_shapes)

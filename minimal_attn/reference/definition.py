@@ -77,9 +77,9 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     dropout_p = check_dropout_p(dropout_p)
     seed = check_dropout_seed(dropout_seed, q, lengths.num_samples(q)) if dropout_p else None
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
-    options = Options(scale, window, lengths, check_sinks(sinks, q), dropout_p, seed, softcap=check_softcap(softcap),
-                      alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
-                      attn_bias=check_attn_bias(attn_bias, q, k, lengths))
+    options = Options.of(scale, window, lengths, sinks=check_sinks(sinks, q), dropout_p=dropout_p, dropout_seed=seed,
+                         softcap=check_softcap(softcap), alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
+                         attn_bias=check_attn_bias(attn_bias, q, k, lengths))
     if q.ndim == 3:
         out, lse = (x.squeeze(1) for x in reference_forward(*(x.unsqueeze(1) for x in (q, k, v)), options))
     else:

@@ -100,7 +100,7 @@ def as_padded(forward, q, k, v, options):
     lengths = Lengths(seqused_q=seqlen_q.int(), seqused_k=seqlen_k.int())
     padded = (x[0][:, rows].transpose(0, 1) for x, rows in (
         (q, _padded_rows(begin_q, seqlen_q, q.shape[2])), (k, k_rows), (v, k_rows)))
-    out, lse = forward(*padded, options._replace(lengths=lengths))
+    out, lse = forward(*padded, options.with_lengths(lengths))
     sample, row, is_padding = places_of_rows(begin_q, seqlen_q, q.shape[2])
     row = row.clamp(max=out.shape[2] - 1)
     out = out[sample, :, row].transpose(0, 1)[None].masked_fill(is_padding[:, None], 0)

@@ -134,7 +134,7 @@ def over_gathered(forward):
     def forward_cached(q, k, v, options, cache):
         k, v, lengths = gathered(q, k, v, options.lengths, cache)
         is_seen = None if cache.tree_mask is None else seen_in_tree(cache.tree_mask, k.shape[2], lengths)
-        return forward(q, k, v, options._replace(lengths=lengths, attn_bias=is_seen))
+        return forward(q, k, v, options.with_lengths(lengths)._replace(attn_bias=is_seen))
 
     return forward_cached
 

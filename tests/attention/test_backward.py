@@ -412,7 +412,8 @@ def test_batched_negated_and_zero_dout(impl, dtype):
 ])
 def test_op_refuses_what_would_read_out_of_bounds(name, change):
     minimal_attn.load()
-    q, k, ops, options = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 12, 16), torch.ops.minimal_attn, Options(0.25)
+    q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 12, 16)
+    ops, options = torch.ops.minimal_attn, Options.of(0.25)
     out, lse = ops.flash_forward(q, k, k, *options.of_op())
     given = dict(dout=out, dlse=lse, q=q, k=k, v=k, out=out, lse=lse)
     ops.flash_backward(*given.values(), *options.of_op())
@@ -423,7 +424,7 @@ def test_op_refuses_what_would_read_out_of_bounds(name, change):
 @pytest.mark.parametrize("option", ["need_dsinks", "need_dbias"])
 def test_op_refuses_gradients_of_what_is_not_given(option):
     minimal_attn.load()
-    q, ops, options = torch.randn(2, 4, 8, 16), torch.ops.minimal_attn, Options(0.25)
+    q, ops, options = torch.randn(2, 4, 8, 16), torch.ops.minimal_attn, Options.of(0.25)
     out, lse = ops.flash_forward(q, q, q, *options.of_op())
     with pytest.raises(ValueError, match=option):
         ops.flash_backward(out, lse, q, q, q, out, lse, *options.of_op(), **{option: True})
@@ -523,7 +524,7 @@ def test_tensors_on_another_gpu(impl):
             results.append(torch.autograd.grad(out, (q, k, v), dout))
             saved = [x.detach() for x in (q, k, v, out, lse)]
             op = getattr(torch.ops.minimal_attn, name)
-            results.append(op(dout, None, *saved, *Options(case.D**-0.5, (-1, 0)).of_op(), impl != "triton"))
+            results.append(op(dout, None, *saved, *Options.of(case.D**-0.5, (-1, 0)).of_op(), impl != "triton"))
             assert all(x.device == q.device for result in results[-2:] for x in result)
     for result in results:
         assert all(x.to("cuda:0").equal(y) for x, y in zip(result, results[0]))

@@ -240,8 +240,8 @@ def test_overlapping_inputs(impl, dtype, strides):
         check_lse(lse, ref_lse)
         op = torch.ops.minimal_attn.triton_forward if impl == "triton" else torch.ops.minimal_attn.flash_forward
         with FakeTensorMode() as mode:
-            fake, _ = op(*(mode.from_tensor(x) for x in inputs), *Options(0.25).of_op())
-        assert fake.stride() == op(*inputs, *Options(0.25).of_op())[0].stride()
+            fake, _ = op(*(mode.from_tensor(x) for x in inputs), *Options.of(0.25).of_op())
+        assert fake.stride() == op(*inputs, *Options.of(0.25).of_op())[0].stride()
 
 
 @each_kernel_in_one_dtype

@@ -391,7 +391,7 @@ def test_fast_path_gives_the_same_bits(dtype):
     q, k, v = qkv(device="cuda", dtype=dtype)
     cuda._load_ops()
     for causal, scale in ((False, None), (True, 0.3), (True, -0.5), (False, 0.0)):
-        options = Options(0.125 if scale is None else scale, (-1, 0 if causal else -1)).of_op()
+        options = Options.of(0.125 if scale is None else scale, (-1, 0 if causal else -1)).of_op()
         want, want_lse = torch.ops.minimal_attn.flash_forward(q, k, v, *options)
         out, lse = fast(q, k, v, causal, scale, return_lse=True)
         assert out.equal(want) and lse.equal(want_lse) and fast(q, k, v, causal, scale).equal(want)
@@ -410,13 +410,13 @@ def test_fast_path_takes_windows_lengths_and_sinks(gpu, sinks_dtype):
     sums = None if sinks is None else sinks.float()
     used = torch.tensor([30, 7], dtype=torch.int32, device="cuda")
     for lengths in (Lengths(), Lengths(seqused_q=used, seqused_k=used)):
-        want = torch.ops.minimal_attn.flash_forward(q, k, v, *Options(0.125, (9, 5), lengths, sums).of_op())
+        want = torch.ops.minimal_attn.flash_forward(q, k, v, *Options.of(0.125, (9, 5), lengths, sinks=sums).of_op())
         got = fast(q, k, v, False, 0.125, return_lse=True, window_size=(9, 5), lengths=lengths, sinks=sinks)
         assert all(map(torch.equal, got, want))
     cu_seqlens = torch.tensor([0, 9, 9, 40], dtype=torch.int32, device="cuda")
     lengths = Lengths(cu_seqlens, cu_seqlens)
     q, k, v = (x[:1] for x in (q, k, v))
-    out, lse = torch.ops.minimal_attn.flash_forward(q, k, v, *Options(0.125, (-1, 0), lengths, sums).of_op())
+    out, lse = torch.ops.minimal_attn.flash_forward(q, k, v, *Options.of(0.125, (-1, 0), lengths, sinks=sums).of_op())
     rows = [x[0].transpose(0, 1) for x in (q, k, v)]  # (T, H, D)
     for tensors, seq_major in (((q, k, v), False), (rows, True)):
         got = fast(*tensors, True, 0.125, seq_major, True, lengths=lengths, sinks=sinks)
@@ -433,7 +433,7 @@ def test_fast_path_gives_the_same_gradients(seq_major):
     inputs = [x.requires_grad_() for x in qkv(device="cuda")]
     dout = torch.randn_like(inputs[0])
     dlse = torch.randn(dout.shape[:3], device="cuda")
-    outputs = torch.ops.minimal_attn.flash_forward(*inputs, *Options(0.3, (-1, 0)).of_op())
+    outputs = torch.ops.minimal_attn.flash_forward(*inputs, *Options.of(0.3, (-1, 0)).of_op())
     want = torch.autograd.grad(outputs, inputs, (dout, dlse))
     rows = [x.transpose(1, 2) if seq_major else x for x in inputs]
     out, lse = fast(*rows, True, 0.3, seq_major, return_lse=True)

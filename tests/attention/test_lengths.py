@@ -495,7 +495,7 @@ def test_ops_clamp(impl, lengths):
     device, B = IMPLS[impl][1], 1 if lengths.is_packed else 2
     q, k, v = (make_tensor((B, 2, n, 40), DTYPES[impl], device, generator=torch.Generator().manual_seed(0))
                for n in (20, 40, 40))
-    options = Options(0.2, (9, 3), Lengths(*(x if x is None else x.to(device) for x in lengths)))
+    options = Options.of(0.2, (9, 3), Lengths(*(x if x is None else x.to(device) for x in lengths)))
     out, lse = op_of(impl)[0](q, k, v, *options.of_op())
     want, want_lse = reference_forward(q, k, v, options)
     close(out, want.double(), TOLERANCE[out.dtype])
@@ -508,7 +508,7 @@ def test_ops_survive_what_does_not_ascend(impl):
     q = make_tensor((1, 2, 50, 40), DTYPES[impl], device, generator=torch.Generator().manual_seed(0))
     forward, backward = op_of(impl)
     for values in ((0, 40, 20, 50), (0, 50, 0, 10), (0, -7, 2**31 - 1, 3)):
-        options = Options(0.2, (9, -1), Lengths(*[ints(*values, device=device)] * 2)).of_op()
+        options = Options.of(0.2, (9, -1), Lengths(*[ints(*values, device=device)] * 2)).of_op()
         out, lse = forward(q, q, q, *options)
         assert not out.isnan().any()
         backward(q, None, q, q, q, out, lse, *options)

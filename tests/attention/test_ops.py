@@ -8,9 +8,9 @@ from torch.testing import assert_close
 
 from cases import compiler_for, slow_unless
 from conftest import HAS_GPU, OF_16_BITS
-from minimal_attn import flash_attention
+from minimal_attn import flash_attention, load
 from minimal_attn.checks import sum_dtype
-from minimal_attn.options import Lengths, Options
+from minimal_attn.options import DECODE_FIELDS, OF_OP, Append, Lengths, Options
 from test_lengths import DTYPES, IMPLS, KERNELS, TOLERANCE, close, make, make_sinks, op_of, window_of
 from test_scores import Scored, as_taken
 
@@ -28,6 +28,16 @@ NEEDED = {"plain": (True, True, False, False), "padded": (False, True, True, Fal
           "packed": (True, False, False, False), "scores": (True, True, False, True)}
 
 
+@pytest.mark.cpu
+def test_options_are_in_the_order_of_csrc():
+    load()
+    for op, fields in (("flash_forward", Options._fields[:OF_OP + 1]), ("flash_backward", Options._fields[:OF_OP + 1]),
+                       ("flash_decode", DECODE_FIELDS), ("append_kvcache", Append._fields)):
+        names = [x.name for x in getattr(torch.ops.minimal_attn, op).default._schema.arguments]
+        first = {"flash_backward": 7, "append_kvcache": 4}.get(op, 3)
+        assert [x.removeprefix("cache_") for x in names[first:first + len(fields)]] == list(fields)
+
+
 @pytest.mark.parametrize("impl, kind", [
     pytest.param(impl, kind, marks=slow_unless(HAS_GPU or impl != "triton" or kind in ("padded", "scores")))
     for impl in KERNELS for kind in BATCHES])
@@ -41,8 +51,8 @@ def test_opcheck(impl, kind):
         scores = {"softcap": batch.softcap, "alibi_slopes": scores["alibi_slopes"].expand(2, -1).contiguous(),
                   "attn_bias": as_taken(scores["attn_bias"], impl, k.shape[2])}
     seed = torch.tensor([5], device=device) if batch.dropout_p else None
-    options = Options(0.2, window_of(batch), Lengths(**batch.lengths(device)), *sinks, dropout_p=batch.dropout_p,
-                      dropout_seed=seed, **scores).of_op()
+    options = Options.of(0.2, window_of(batch), Lengths(**batch.lengths(device)), sinks=sinks[0] if sinks else None,
+                         dropout_p=batch.dropout_p, dropout_seed=seed, **scores).of_op()
     forward, backward = op_of(impl)
     torch.library.opcheck(forward.default, (q, k, v, *options))
     out, lse = forward(q, k, v, *options)

@@ -172,7 +172,7 @@ def test_every_tile(dtype, head_dim, config):
         q, k, v = make_inputs(case, torch.float32 if dtype in FP8_DTYPES else dtype, DEVICE)
         if dtype in FP8_DTYPES:
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        out, lse = run(q, k, v, Options(1 / math.sqrt(case.D), (-1, 0 if case.causal else -1)), config)
+        out, lse = run(q, k, v, Options.of(1 / math.sqrt(case.D), (-1, 0 if case.causal else -1)), config)
         truth, lse_truth = exact(case, q, k, v)
         if dtype in FP8_DTYPES:
             check_error(out, truth, fp8_base(case, *(x.double() for x in (q, k, v)), dtype))
@@ -432,10 +432,10 @@ def test_bits_do_not_depend_on_number_of_programs(head_dim, causal, monkeypatch)
     case = Case("", B=3, H=4, Hk=2, Sq=700, Sk=777, D=head_dim, causal=causal)
     q, k, v = make_inputs(case, torch.bfloat16, "cuda")
     for config in attention_hopper.configs(torch.bfloat16, head_dim):
-        want = run(q, k, v, Options(0.1, (-1, 0 if causal else -1)), config)
+        want = run(q, k, v, Options.of(0.1, (-1, 0 if causal else -1)), config)
         monkeypatch.setattr(twin, "properties", lambda device: Properties(90, 227 << 10, 3))
         monkeypatch.setattr(twin, "_plans", {})
-        got = run(q, k, v, Options(0.1, (-1, 0 if causal else -1)), config)
+        got = run(q, k, v, Options.of(0.1, (-1, 0 if causal else -1)), config)
         monkeypatch.undo()
         assert all(torch.equal(x, y) for x, y in zip(got, want))
 
@@ -471,7 +471,7 @@ def test_classic_tiles_beyond_2_to_31_elements(offset):
     config = tile_configs(torch.float16, 64)[-1]
     buffer = torch.randn(2**31 + 2**22, device="cuda", dtype=torch.half)
     q, k, v = (buffer.as_strided((1, 2, 70, 64), (0, 2**31, 64 + 8 * i, 1), offset) for i in range(3))
-    out, _ = run(q, k, v, Options(0.1, (-1, 0)), config)
+    out, _ = run(q, k, v, Options.of(0.1, (-1, 0)), config)
     torch.testing.assert_close(out, reference_attention(q, k, v, True, 0.1), rtol=2e-3, atol=2e-3)
 
 
@@ -518,14 +518,14 @@ def test_missing_gluon_is_named_once(monkeypatch, on_hopper):
     monkeypatch.setattr(twin, "hopper_works", False)
     monkeypatch.setattr(twin, "launch", lambda *args: lambda *tensors: None)
     q, small = (torch.zeros(1, 1, 64, head_dim, dtype=torch.half, device=DEVICE) for head_dim in (64, 32))
-    fixed = Options(0.1, autotune=False)
+    fixed = Options.of(0.1, autotune=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(q, q, q, fixed._replace(softmax_scale=-0.1))
         run(small, small, small, fixed)
     with pytest.warns(UserWarning, match="attention_hopper.py does not work with Triton .*no gluon here") as caught:
         run(q, q, q, fixed)
-        run(q, q, q, fixed._replace(window=(-1, 0)))
+        run(q, q, q, fixed._replace(window_right=0))
     assert [warning.filename for warning in caught] == [__file__]
 
 
@@ -544,7 +544,7 @@ def test_two_threads_that_cannot_compile_gluon_both_fall_back(monkeypatch, on_ho
     q = torch.zeros(1, 1, 64, 64, dtype=torch.half, device=DEVICE)
     with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
         warnings.simplefilter("ignore")
-        list(pool.map(lambda window: run(q, q, q, Options(0.1, window, autotune=False)), ((-1, -1), (-1, 0))))
+        list(pool.map(lambda window: run(q, q, q, Options.of(0.1, window, autotune=False)), ((-1, -1), (-1, 0))))
     assert len(served) == 2 and not twin.hopper_works and "of Gluon" not in twin._plans
 
 

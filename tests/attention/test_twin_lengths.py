@@ -81,7 +81,7 @@ def test_nan_before_every_window_by_descriptors(batch, descriptors):
 @pytest.mark.parametrize("forward", [ops.Attention.apply, torch.ops.minimal_attn.triton_forward], ids=["eager", "op"])
 def test_no_gradients_of_keys_that_samples_share(forward, monkeypatch):
     q, k, v, _, _ = make(SHARED_KEYS, torch.float32, DEVICE)
-    options = Options(0.3, CAUSAL, Lengths(**SHARED_KEYS.lengths(DEVICE)))
+    options = Options.of(0.3, CAUSAL, Lengths(**SHARED_KEYS.lengths(DEVICE)))
     out, _ = forward(q.requires_grad_(), k, v, *options.of_op(), True, None, None, None)
     monkeypatch.setattr(attention_bwd, "Launch", None)  # nothing may be launched
     with pytest.raises(NotImplementedError, match="key ranges may overlap"):
@@ -109,7 +109,7 @@ def test_garbage_in_cu_seqlens_stays_within_the_tensors(cu_seqlens_q, cu_seqlens
     q, k, v, dout = (make_tensor((1, heads, 64, 16), torch.float32, DEVICE) for heads in (2, 1, 1, 2))
     seqused_q = ints(-1, 2**31 - 1, 3, -(2**31), device=DEVICE) if has_used else None
     lengths = Lengths(ints(*cu_seqlens_q, device=DEVICE), ints(*cu_seqlens_k, device=DEVICE), seqused_q)
-    options = Options(0.3, (9, 2), lengths)
+    options = Options.of(0.3, (9, 2), lengths)
     out, lse = attention.run(q, k, v, options)
     gradients = attention_bwd.run(dout, None, q, k, v, out, lse, options)[:3]  # dsinks is None
     assert all(x.isfinite().all() for x in (out, *gradients)) and not lse.isnan().any()
@@ -150,7 +150,7 @@ def test_nan_of_hidden_keys_in_fp8():
     q, k, v = (torch.randn(2, heads, n, 32, device=DEVICE).to(torch.float8_e4m3fn)
                for heads, n in ((2, 4), (1, 100), (1, 100)))
     lengths = Lengths(None, None, ints(4, 3, device=DEVICE), ints(100, 70, device=DEVICE))
-    options = Options(0.3, (4, 0), lengths, descales=(None,) * 3)
+    options = Options.of(0.3, (4, 0), lengths)
     want = attention.run(q, k, v, options)
     for x in k, v:
         for b, end in enumerate((92, 63)):
@@ -249,5 +249,5 @@ def test_nan_in_dlse_of_rows_without_keys():
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["bhsd", "bshd"])
 def test_out_is_in_the_order_of_q(order):
     q, k, v = (torch.randn(2, 20, 20, n, device=DEVICE).permute(order)[:, :4] for n in (16, 16, 24))
-    out, _ = attention.run(q, k, v, Options(0.3))
+    out, _ = attention.run(q, k, v, Options.of(0.3))
     assert out.shape == (2, 4, 20, 24) and sorted(range(4), key=lambda i: -out.stride(i)) == list(order)

@@ -165,7 +165,7 @@ def test_values_out_of_range_are_clamped(backend, is_packed):
     cu_seqlens_q = ints(0, 2, 4, 6) if is_packed else None
 
     def run(seqused_k, seqused_q=None, **cache):
-        options = Options(0.25, (-1, 0), Lengths(cu_seqlens_q, None, seqused_q, seqused_k))
+        options = Options.of(0.25, (-1, 0), Lengths(cu_seqlens_q, None, seqused_q, seqused_k))
         return interface.BACKENDS[backend].forward_cached(q, pages, pages, options, Cache(**cache))
 
     table = ints(*GARBAGE, 3, 2, -1, 4, 0, 1, 99).view(3, 3)
@@ -217,7 +217,7 @@ def test_no_sequences_where_lengths_are_not_read(name):
     """reference serves all caches that hold nothing: a sample has no keys there, whatever its length says."""
     q, pages, none = torch.randn(2, 4, 3, 16), torch.randn(0, 2, 5, 16), torch.zeros(2, 4, dtype=torch.int32)
     cache = Cache(**{name: none if name == "page_table" else none[:, 0].contiguous()})
-    options = Options(0.25, lengths=Lengths(seqused_k=ints(3, 5, device="cpu")))
+    options = Options.of(0.25, lengths=Lengths(seqused_k=ints(3, 5, device="cpu")))
     out, lse = interface.BACKENDS["reference"].forward_cached(q, pages, pages, options, cache)
     assert out.equal(torch.zeros_like(q)) and lse.eq(-math.inf).all()
 

@@ -88,14 +88,14 @@ def test_the_op_takes_caches_without_keys(sizes):
     num_sequences, size, max_pages = sizes
     q, k, v = torch.randn(2, 4, 1, 16, device=DEVICE), *torch.randn(2, num_sequences, 2, size, 16, device=DEVICE)
     cache = Cache(None if max_pages is None else ints(*[1] * 2 * max_pages).view(2, max_pages))
-    out, lse = ops.forward_cached(q, k, v, Options(0.3), cache)
+    out, lse = ops.forward_cached(q, k, v, Options.of(0.3), cache)
     assert (out == 0).all() and (lse == -math.inf).all()
 
 
 def test_the_op_takes_calls_without_rows():
     q, k, v = (torch.randn(n, 2, 8, 16, device=DEVICE) for n in (2, 2, 2))
     for x in (q[:0], q[:, :, :0]):
-        out, lse = ops.forward_cached(x, k, v, Options(0.3), Cache())
+        out, lse = ops.forward_cached(x, k, v, Options.of(0.3), Cache())
         assert out.shape == x.shape and lse.shape == x.shape[:3]
 
 
@@ -103,7 +103,7 @@ def test_a_wrong_cu_seqlens_reads_nothing_outside():
     call = Call("any", (2, 1, 2), (21,) * 3, 7, is_paged=True, is_packed=True)
     (q, k, v), options = on_triton(call)
     lengths = Lengths(ints(1, 2, 900, 4))
-    inputs = (*(x.nan_to_num(0.5) for x in (q, k, v)), Options(0.3, lengths=lengths),
+    inputs = (*(x.nan_to_num(0.5) for x in (q, k, v)), Options.of(0.3, lengths=lengths),
               Cache(options["page_table"], max_seqlen_q=2))
     for got, want in zip(ops.forward_cached(*inputs), reference(*inputs)):
         close(got, want.double().cpu(), 2e-5)
@@ -144,5 +144,5 @@ def test_cache_beyond_int32(is_paged, much_memory):
     last = k.shape[0] - 1
     q = torch.randn(1, 8, 1, 64, dtype=torch.float16, device=DEVICE)
     cache = Cache(ints(last).view(1, 1)) if is_paged else Cache(None, ints(last))
-    want = reference(q.double(), k[-1:].double(), k[-1:].double(), Options(0.3), Cache())[0]
-    close(ops.forward_cached(q, k, k, Options(0.3), cache)[0], want.cpu(), 3e-3)
+    want = reference(q.double(), k[-1:].double(), k[-1:].double(), Options.of(0.3), Cache())[0]
+    close(ops.forward_cached(q, k, k, Options.of(0.3), cache)[0], want.cpu(), 3e-3)

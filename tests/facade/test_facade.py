@@ -177,9 +177,9 @@ def test_ops_take_empty_inputs(backend, device, poisoned_outputs):
     flash_attention(*qkv(device=device), backend=backend)  # loads the library
     for shape in ((0, 4, 4, 20, 20), (2, 4, 4, 0, 20), (2, 4, 4, 20, 0)):
         q, k, v = qkv(*shape, device=device)
-        out, lse = getattr(ops, f"{name}_forward")(q, k, v, *Options(0.25).of_op())
+        out, lse = getattr(ops, f"{name}_forward")(q, k, v, *Options.of(0.25).of_op())
         assert (out == 0).all() and (lse == -math.inf).all()
-        gradients = getattr(ops, f"{name}_backward")(out, lse, q, k, v, out, lse, *Options(0.25).of_op())
+        gradients = getattr(ops, f"{name}_backward")(out, lse, q, k, v, out, lse, *Options.of(0.25).of_op())
         assert all((x == 0).all() and x.shape == of.shape for x, of in zip(gradients, (q, k, v)))
 
 
@@ -363,7 +363,7 @@ def test_sm_scale_too_large():
             with pytest.raises(ValueError, match=rf"^{name} must be finite and at most 2\.3586e\+38 in magnitude"):
                 call(q, k, v, **{name: scale})
         with pytest.raises(ValueError, match=r"softmax_scale must be in -2\.3586e38\.\.2\.3586e38"):
-            torch.ops.minimal_attn.flash_forward(q, k, v, *Options(scale).of_op())
+            torch.ops.minimal_attn.flash_forward(q, k, v, *Options.of(scale).of_op())
 
 
 @each_impl
@@ -440,12 +440,12 @@ def test_op_refuses_what_would_read_out_of_bounds():
         (TypeError, (q, k.half(), v)), (TypeError, (q.int(), k.int(), v.int())),
     ]:
         with pytest.raises(error):
-            op(*arguments, *Options(0.25).of_op())
+            op(*arguments, *Options.of(0.25).of_op())
     for seq_lens in (torch.tensor([3, 3]), torch.ones(3, dtype=torch.int32), torch.ones(4, dtype=torch.int32)[::2]):
         with pytest.raises(ValueError, match="seqused_q"):
-            op(q, k, v, *Options(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
+            op(q, k, v, *Options.of(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
     seq_lens = torch.tensor([-5, 2**31 - 1], dtype=torch.int32)  # clamped to 0 and to 20
-    out, _ = op(q, k, v, *Options(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
+    out, _ = op(q, k, v, *Options.of(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
     assert (out[0] == 0).all() and out[1].isfinite().all() and (out[1] != 0).any()
 
 

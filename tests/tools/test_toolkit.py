@@ -214,7 +214,7 @@ def test_get_attention_config_has_the_launched_tiles(head_dim, dtype, monkeypatc
     if not HAS_GPU and dtype == torch.bfloat16:
         pytest.skip("the interpreter computes it in fp32")
     q = torch.randn(2, 2, 70, head_dim, device=DEVICE, dtype=dtype)
-    attention.run(q, q, q, Options(0.1, (-1, 0), autotune=False))
+    attention.run(q, q, q, Options.of(0.1, (-1, 0), autotune=False))
     config = get_attention_config(head_dim, dtype, "triton")
     kernel = "attention_hopper.py" if "kConsumers" in launched[0] else "attention.py"
     assert (config.pop("backend"), config.pop("kernel")) == ("triton", kernel) and launched == [config]
