@@ -40,10 +40,10 @@ _MOVED = {  # modules by the names that they once had, which are still theirs
     "aten": "sdpa.aten", "benchmark": "toolkit.benchmark", "bert_padding": "flash_attn.bert_padding",
     "choice": "backends.auto", "cuda": "backends.cuda", "dropout": "reference.dropout",
     "flash_attn_interface": "flash_attn.flash_attn_interface", "flash_attn_kvcache": "flash_attn.kvcache",
-    "flops": "backends.flops", "gpu": "toolkit.gpu", "interface": "attention", "kvcache": "caches", "mha": "modules",
-    "ops": "backends.ops", "packed": "reference.packed", "pages": "reference.pages", "scores": "reference.scores",
-    "selector": "toolkit.selector", "torch_sdpa": "sdpa.function", "tree_mask": "reference.tree_mask",
-    "twin": "backends.triton", "validation": "toolkit.validation",
+    "flops": "backends.flops", "gpu": "toolkit.gpu", "interface": "attention", "kvcache": "caches", "lengths": "checks",
+    "mha": "modules", "ops": "backends.ops", "packed": "reference.packed", "pages": "reference.pages",
+    "scores": "reference.scores", "selector": "toolkit.selector", "torch_sdpa": "sdpa.function",
+    "tree_mask": "reference.tree_mask", "twin": "backends.triton", "validation": "toolkit.validation",
 }
 for _old, _new in _MOVED.items():
     globals()[_old] = sys.modules[f"{__name__}.{_old}"] = sys.modules[f"{__name__}.{_new}"]

@@ -40,8 +40,6 @@ DEFAULT_ARCHS = "7.5;8.0;9.0a;10.0;12.0+PTX"
 
 GPU_KERNELS = ("simt", "sm80", "sm90", "dmma")  # as in csrc/ops/kernels.h
 
-STALE_AFTER = 60  # seconds until torch's mark of a build, found while our own lock is ours, counts as left behind
-
 REBUILD = "Rebuild it (pip install --no-build-isolation --no-deps --force-reinstall . in the source tree), or delete " \
     "it and csrc is compiled on first use."
 
@@ -286,21 +284,18 @@ def _compiled(verbose):
     env = environment()
     archs = env.get("TORCH_CUDA_ARCH_LIST")
     target = "sm_" + archs.replace(".", "").replace(";", ", sm_") if archs else "cpu host"
-    directory = build_directory()
-    start = time.monotonic()
+    directory, files = build_directory(), recipe()
+    start, began = time.monotonic(), time.time()
     # torch counts a build that failed or was interrupted as done, and would not try again in this process.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(NAME, None)
+
+    def progress():
+        done = sum(file.stat().st_mtime >= began for file in directory.glob("*.o"))
+        return f"compiling csrc for {target}: {done} of {len(files['sources'])} files"  # some may be up to date
+
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        files, began = recipe(), time.time()
-        of_all = "" if any(directory.glob("*.o")) else f" of {len(files['sources'])}"  # some may be up to date
-
-        def progress():
-            done = sum(file.stat().st_mtime >= began for file in directory.glob("*.o"))
-            return f"compiling csrc for {target}: {done}{of_all} files"
-
-        saying = contextlib.nullcontext() if verbose else _saying(progress)  # verbose: ninja prints its own
-        with _turn(directory), _verified(directory), _environ(env), saying:
+        with _turn(directory), _verified(directory), _environ(env), _saying(None if verbose else progress):
             module = cpp_extension.load(NAME, build_directory=str(directory), verbose=verbose, **files)
     except OSError as error:
         raise RuntimeError(f"csrc cannot be built in {directory}: {error}. Set TORCH_EXTENSIONS_DIR to a folder that "
@@ -308,7 +303,7 @@ def _compiled(verbose):
     except ImportError as error:
         raise RuntimeError(f"csrc was built in {directory} and does not load: {error}") from error
     if (seconds := time.monotonic() - start) > 1:
-        _say(f"csrc is ready after {seconds:.1f} s")
+        print(f"minimal_attn: csrc is ready after {seconds:.1f} s", file=sys.stderr, flush=True)
     return module
 
 
@@ -317,21 +312,21 @@ def _verified(directory):
     """Makes ninja build again what it wrongly takes for up to date, since it compares times alone: a library that was
     cut short, and objects of a source that an older file has replaced. A note keeps the digests of both."""
     note, library = directory / "built.json", directory / f"{NAME}.so"
-    sources = {str(file.relative_to(CSRC)): _digest(file) for file in sorted(CSRC.rglob("*")) if file.is_file()}
+    sources = {str(file): _digest(file) for file in CSRC.rglob("*") if file.is_file()}
     try:
-        built = json.loads(note.read_text())
+        noted = json.loads(note.read_text())
+        is_older = [os.stat(x).st_mtime <= note.stat().st_mtime for x in sources if noted.get(x) != sources[x]]
     except (OSError, ValueError):  # none yet, or cut short itself
-        built = {"sources": {}, "library": None}
-    changed = [CSRC / name for name in sources if built["sources"].get(name) != sources[name]]
-    if any(not note.exists() or file.stat().st_mtime <= note.stat().st_mtime for file in changed):
+        noted, is_older = {}, [True]
+    if any(is_older):
         for file in directory.glob("*.o"):
             file.unlink()
-    if library.exists() and built["library"] != _digest(library):
+    if library.exists() and noted.get("library") != _digest(library):
         library.unlink()
-    if changed:  # noted before the objects change, for the build may be interrupted
-        note.write_text(json.dumps({"sources": sources, "library": None}))
+    if is_older:  # noted before the objects change, for the build may be interrupted
+        note.write_text(json.dumps(sources))
     yield
-    note.write_text(json.dumps({"sources": sources, "library": _digest(library)}))
+    note.write_text(json.dumps({**sources, "library": _digest(library)}))
 
 
 def _digest(file):
@@ -340,13 +335,10 @@ def _digest(file):
 
 @contextlib.contextmanager
 def _turn(directory):
-    """This process's turn to build. torch before 2.15 marks a build by a file that one killed leaves behind, and would
-    wait for its end for ever; our own lock ends with its process, and under it that file should not be there. Newer
-    ones lock the file as we do ours, and it stays."""
-    from torch.utils import cpp_extension
-
+    """This process's turn to build. The lock ends with its process. torch before 2.15 marks a build by a file that one
+    killed leaves behind, and would wait for its end for ever: under our lock nobody builds, and it goes."""
     limit = float(os.environ.get("MINIMAL_ATTN_BUILD_TIMEOUT", 600))
-    ours, torchs = directory / "minimal_attn.lock", directory / "lock"
+    ours = directory / "minimal_attn.lock"
     try:
         with _saying(lambda: f"waiting for {ours}, which the build of another process holds"):
             lock = FileLock(ours).acquire(timeout=limit)
@@ -354,39 +346,29 @@ def _turn(directory):
         raise RuntimeError(f"another process has been building minimal_attn for {limit:g} s and holds {ours}; let it "
                            "finish or end it (MINIMAL_ATTN_BUILD_TIMEOUT sets the seconds to wait)") from None
     with lock:
-        limit = min(limit, STALE_AFTER)
-        deadline = time.monotonic() + limit
-        with _saying(lambda: f"waiting for {torchs}, which marks a build"):
-            while hasattr(cpp_extension, "FileBaton") and torchs.exists():
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"{torchs} has been there for {limit:g} s: a build that was killed leaves it "
-                                       "behind. Delete it if no build is running.")
-                time.sleep(0.1)
+        (directory / "lock").unlink(missing_ok=True)
         yield
 
 
 @contextlib.contextmanager
 def _saying(text):
-    """Say text() if what follows takes more than a second: on a terminal in one line that counts the seconds and then
-    goes, and in a log whenever it changes."""
-    ended = threading.Event()
+    """Say text() on stderr if what follows takes more than a second, and whenever it changes; on a terminal in one line,
+    which then goes. Without a text, nothing."""
+    ended, moves = threading.Event(), sys.stderr.isatty()
 
     def speak():
-        start, said, pause = time.monotonic(), None, 1
-        while not ended.wait(pause):
-            line, pause = f"minimal_attn: {text()}", 0.2
-            # A line that wraps cannot be replaced: every update would leave one more on the screen.
-            room = max(0, shutil.get_terminal_size().columns - 1 - len(" 9999 s"))
-            moves = sys.stderr.isatty()
-            if line != said and (not moves or said is None and len(line) > room):
-                print(line, file=sys.stderr, flush=True)  # on a terminal once in full
-            said = line
+        said = ""
+        while not ended.wait(1):
+            line = f"minimal_attn: {text()}"
             if moves:
-                _show(f"{line[:room]} {time.monotonic() - start:.0f} s")
-        if said and sys.stderr.isatty():
-            _show("")
+                line = "\r\033[K" + line[:shutil.get_terminal_size().columns - 1]  # one that wraps would stay
+            if line != said:
+                print(line, end="" if moves else "\n", file=sys.stderr, flush=True)
+            said = line
+        if said and moves:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
-    speaker = threading.Thread(target=speak, daemon=True)
+    speaker = threading.Thread(target=speak if text else ended.wait, daemon=True)
     speaker.start()
     try:
         yield
@@ -404,12 +386,3 @@ def _environ(values):
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _say(text):
-    print(f"minimal_attn: {text}", file=sys.stderr, flush=True)
-
-
-def _show(line):
-    """Replaces the current line of a terminal."""
-    print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

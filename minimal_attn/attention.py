@@ -4,44 +4,38 @@ flash_attention checks its input (checks.py), picks a backend from BACKENDS and 
 flash_attn/, the same call as flash-attn spells it; checks.py.
 """
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .backends import cuda, reference, torch, triton
 from .backends.auto import auto_backend
-from .backends.cuda import fast_path
-from .checks import (FP8_DTYPES, KERNEL_DTYPES, autocast, check_descales, check_dropout_p, check_dropout_seed,
-                     check_no_derivative, check_options, check_qkv, check_sinks, is_known, is_transformed, shown,
+from .checks import (FP8_DTYPES, KERNEL_DTYPES, NO_WINDOW, OWN, autocast, check_choice, check_dtype,
+                     check_no_derivative, check_number, check_qkv, checked_options, is_known, is_transformed, is_zero,
                      wants_gradient)
-from .lengths import NO_WINDOW, check_lengths, check_max_seqlen, check_window
-from .options import Lengths, Options
+from .options import Options
 from .reference.packed import with_own_keys
-from .reference.scores import check_alibi_slopes, check_attn_bias, check_softcap, with_causal_bias
 
 BACKENDS = {"cuda": cuda.BACKEND, "triton": triton.BACKEND, "torch": torch.BACKEND, "reference": reference.BACKEND}
 
 # Keywords of scaled_dot_product_attention and flash-attn, and what flash_attention's error says of each.
 OTHER_NAMES = {
-    "is_causal": "; it is called causal here",
-    "scale": "; it is called sm_scale here",
-    "softmax_scale": "; it is called sm_scale here",
-    "enable_gqa": "; it is not needed: heads are matched by their numbers",
-    "attn_mask": "; it is called attn_bias here",
-    "cu_seqlens": "; it is called cu_seqlens_q and cu_seqlens_k here",
-    "max_seqlen": "; it is called max_seqlen_q and max_seqlen_k here",
-    "key_padding_mask": "; FlashMHA takes it, and unpad_input packs a batch by it",
-    "block_table": "; attention_with_kvcache takes it, and calls it page_table",
-    "page_table": "; attention_with_kvcache takes it",
-    "cache_batch_idx": "; attention_with_kvcache takes it",
-    "leftpad_k": "; attention_with_kvcache takes it, and unpad_input packs a batch whose padding comes first",
-    "cache_leftpad": "; attention_with_kvcache takes it, and calls it leftpad_k",
-    "cache_seqlens": "; it is called seqused_k here and in attention_with_kvcache",
-    "s_aux": "; it is called sinks here",
-    "learnable_sink": "; it is called sinks here",
-    "return_attn_probs": "; return_lse=True returns lse",
-    "return_softmax_lse": "; it is called return_lse here",
+    "is_causal": "it is called causal here",
+    **dict.fromkeys(("scale", "softmax_scale"), "it is called sm_scale here"),
+    **dict.fromkeys(("s_aux", "learnable_sink"), "it is called sinks here"),
+    "attn_mask": "it is called attn_bias here",
+    "cu_seqlens": "it is called cu_seqlens_q and cu_seqlens_k here",
+    "max_seqlen": "it is called max_seqlen_q and max_seqlen_k here",
+    "cache_seqlens": "it is called seqused_k here and in attention_with_kvcache",
+    "return_softmax_lse": "it is called return_lse here",
+    "return_attn_probs": "return_lse=True returns lse",
+    "enable_gqa": "it is not needed: heads are matched by their numbers",
+    "key_padding_mask": "FlashMHA takes it, and unpad_input packs a batch by it",
+    **dict.fromkeys(("page_table", "cache_batch_idx"), "attention_with_kvcache takes it"),
+    "block_table": "attention_with_kvcache takes it, and calls it page_table",
+    "leftpad_k": "attention_with_kvcache takes it, and unpad_input packs a batch whose padding comes first",
+    "cache_leftpad": "attention_with_kvcache takes it, and calls it leftpad_k",
 }
 
 
@@ -164,88 +158,80 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     """
     if unknown:
         name = next(iter(unknown))
-        raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{OTHER_NAMES.get(name, '')}")
+        hint = f"; {OTHER_NAMES[name]}" if name in OTHER_NAMES else ""
+        raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{hint}")
     if max_seqlen_q is not None or max_seqlen_k is not None:
-        check_max_seqlen("max_seqlen_q", max_seqlen_q)
-        check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if (seq_lens is q_descale is k_descale is v_descale is alibi_slopes is attn_bias is None
-            and (backend == "auto" or backend == "cuda") and is_zero(dropout_p) and is_zero(softcap)
-            and isinstance(deterministic, bool)):
-        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, window_size, lengths, sinks)
+        check_number("max_seqlen_q", max_seqlen_q)
+        check_number("max_seqlen_k", max_seqlen_k)
+    if seq_lens is q_descale is k_descale is v_descale is alibi_slopes is attn_bias is None:
+        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, window_size,
+                           (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
         if result is not None:
             return result
-    return checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend,
-                             window_size=window_size, seq_lens=seq_lens, descales=(q_descale, k_descale, v_descale),
-                             lengths=Lengths(*lengths), max_seqlen_k=max_seqlen_k, sinks=sinks, softcap=softcap,
-                             alibi_slopes=alibi_slopes, attn_bias=attn_bias, autotune=autotune)
+    given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
+                    dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, autotune=autotune,
+                    q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=return_lse)
+    return attend(q, k, v, given, causal, window_size, backend, seq_lens, max_seqlen_k)
 
 
-def is_zero(x):
-    """Whether x, a dropout_p or softcap, is a plain 0 and so needs no check. False equals 0, but has to be checked.
-    Defaults are ints, since torch.compile(dynamic=True) makes symbols of floats and then compiles twice."""
-    return (type(x) is float or type(x) is int) and x == 0
+def fast_path(q, k, v, causal, sm_scale, seq_major, return_lse, deterministic, window_size, lengths, sinks, dropout_p,
+              softcap, backend):
+    """The result of an everyday call on CUDA tensors, straight from C++, or None for all others. Its caller has no other
+    options. seq_major: q is (B, Sq, H, D), or (Tq, H, D) with cu_seqlens_q."""
+    if (is_compiling() or cuda._fast_forward is None or not (backend == "auto" or backend == "cuda")
+            or not (is_zero(dropout_p) and is_zero(softcap) and isinstance(deterministic, bool))):
+        return None
+    return cuda._fast_forward(cuda._warn_slow, q, k, v, causal, sm_scale, seq_major, return_lse, deterministic,
+                              window_size, lengths, sinks)
 
 
-def backend_name(backend, q, k, v, sinks=None, attn_bias=None):
-    """The key in BACKENDS that a caller's backend means; ValueError if it means none."""
-    name = auto_backend(q, k, v, sinks, attn_bias) if backend == "auto" else backend
-    if name not in tuple(BACKENDS):  # a dict would not take a list as a key
-        raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
-    return name
+def backend_name(backend, q, *others):
+    """The key in BACKENDS that a caller's backend means; ValueError if it means none. others: what else may want a
+    gradient. q is checked."""
+    if backend == "auto":
+        return auto_backend(q, *others)
+    return check_choice("backend", backend, ("auto", *BACKENDS))
 
 
-def checked_attention(q, k, v, causal, sm_scale, dropout_p, dropout_seed, deterministic, return_lse, backend, *,
-                      window_size=NO_WINDOW, seq_lens=None, lengths=Lengths(), descales=(None, None, None),
-                      max_seqlen_k=None, sinks=None, softcap=0, alibi_slopes=None, attn_bias=None, autotune=True,
-                      scale_name="sm_scale"):
-    """flash_attention without its fast path. scale_name: what the caller calls sm_scale."""
+def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seqlen_k=None, names=OWN):
+    """flash_attention without its fast path. given: the Options of its caller, not checked, of which checked_options
+    says more. names: what the caller calls arguments, as in checks.py."""
     q, k, v = autocast(q, k, v)
-    dropout_p, softcap = check_dropout_p(dropout_p), check_softcap(softcap)
-    name = backend_name(backend, q, k, v, sinks, attn_bias)
+    check_qkv(q, k, v, names=names)
+    name = backend_name(backend, q, k, v, *given.differentiable)
     chosen = BACKENDS[name]
-    check_qkv(q, k, v, chosen.dtypes)
-    check_options(causal, sm_scale, scale_name, deterministic=deterministic)
-    why_not = chosen.why_not(q.device)
-    if why_not is not None:
+    check_dtype(q, chosen.dtypes)
+    options = checked_options(given, q, k, causal, window_size, seq_lens, names)
+    if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not
-    lengths = check_lengths(lengths, seq_lens, q, k)
-    window = check_window(window_size, causal, lengths, q, k)
-    window, attn_bias = with_causal_bias(window, attn_bias, q, k, lengths)
-    sinks = check_sinks(sinks, q)
-    scores = dict(softcap=softcap, alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
-                  attn_bias=check_attn_bias(attn_bias, q, k, lengths))
-    seed = check_dropout_seed(dropout_seed, q, lengths.num_samples(q)) if dropout_p else None
-    named_descales = dict(zip(("q_descale", "k_descale", "v_descale"), descales))
-    descales = check_descales(named_descales, q, k, lengths)
     if not chosen.has_forward_mode:
-        if is_transformed() and q.dtype not in FP8_DTYPES and any(map(wants_gradient, (q, k, v, sinks, attn_bias))):
-            raise NotImplementedError(f"backend={name!r} does not support gradients under the transforms of torch.func:"
-                                      " use backend='torch' or backend='reference'")
-        instead = "backend='reference'" if q.dtype in FP8_DTYPES else "backend='torch'"
-        check_no_derivative(f"backend={name!r}", instead, "backend='reference'", q=q, k=k, v=v, sinks=sinks,
-                            attn_bias=attn_bias, alibi_slopes=alibi_slopes, **named_descales,
-                            has_backward=q.dtype not in FP8_DTYPES)
-    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
-    is_3d = q.ndim == 3
-    if is_3d:
+        check_derivatives(name, q, k, v, options)
+    if is_3d := q.ndim == 3:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    options = Options.of(scale, window, lengths, sinks=sinks, dropout_p=dropout_p, dropout_seed=seed,
-                         deterministic=deterministic, autotune=autotune, return_lse=return_lse, **scores,
-                         **dict(zip(("q_descale", "k_descale", "v_descale"), descales)))
     if is_known(q.numel() == 0) or is_known(k.numel() == 0):
         # Nothing to launch. The reference's empty products leave the outputs in the graph of inputs that require grad.
         out, lse = reference.BACKEND.forward(q, k, v, options)
     else:
         q, k, v = (x if is_known(x.stride(-1) == 1) else x.contiguous() for x in (q, k, v))
         # Kernels, the backends without forward mode, do not add up gradients of keys that samples share.
-        if lengths.may_share_keys and not chosen.has_forward_mode and any(map(wants_gradient, (q, k, v, sinks))):
-            k, v, lengths = with_own_keys(k, v, lengths, max_seqlen_k)
+        if options.lengths.may_share_keys and not chosen.has_forward_mode and any(
+                map(wants_gradient, (q, k, v, *options.differentiable))):
+            k, v, lengths = with_own_keys(k, v, options.lengths, max_seqlen_k)
             options = options.with_lengths(lengths)
         out, lse = chosen.forward(q, k, v, options)
     if is_3d:
-        out, lse = out.squeeze(1), lse.squeeze(1) if return_lse else None
-    return (out, lse) if return_lse else out
+        out, lse = out.squeeze(1), lse.squeeze(1) if options.return_lse else None
+    return (out, lse) if options.return_lse else out
+
+
+def check_derivatives(name, q, k, v, options):
+    """NotImplementedError if a caller wants a derivative that the backend of this name, which has kernels, lacks."""
+    is_fp8 = q.dtype in FP8_DTYPES
+    if is_transformed() and not is_fp8 and any(map(wants_gradient, (q, k, v, *options.differentiable))):
+        raise NotImplementedError(f"backend={name!r} does not support gradients under the transforms of torch.func: "
+                                  "use backend='torch' or backend='reference'")
+    check_no_derivative(f"backend={name!r}", "backend='reference'" if is_fp8 else "backend='torch'",
+                        "backend='reference'", has_backward=not is_fp8, q=q, k=k, v=v, **options.floats)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -289,18 +275,11 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     """
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, KERNEL_DTYPES)
-    check_options(causal, sm_scale)
-    check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
-    window = check_window(window_size, causal, lengths, q, k)
-    _, attn_bias = with_causal_bias(window, attn_bias, q, k, lengths)
-    sinks = check_sinks(sinks, q)
-    has_dropout = check_dropout_p(dropout_p) > 0
-    check_alibi_slopes(alibi_slopes, q, lengths)
-    attn_bias = check_attn_bias(attn_bias, q, k, lengths)
-    has_scores = check_softcap(softcap) > 0 or alibi_slopes is not None
-    return cuda.kernel_of(q, k, v, has_dropout, sinks is not None, has_scores, attn_bias, lengths.is_packed)
+    check_number("max_seqlen_q", max_seqlen_q)
+    check_number("max_seqlen_k", max_seqlen_k)
+    given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
+                    dropout_p=dropout_p)
+    return cuda.kernel_of(q, k, v, checked_options(given, q, k, causal, window_size, seq_lens))
 
 
 def available_backends() -> list[str]:

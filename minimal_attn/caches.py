@@ -5,20 +5,16 @@ A cache is one tensor of many sequences, or a pool of pages that a table gives t
 flash_attn/kvcache.py, the same by flash-attn's names.
 """
 
-import math
-
 from torch import Tensor
 
 from .attention import BACKENDS, backend_name
 from .backends import reference
 from .backends.cuda import can_append, can_read_cache
-from .checks import (FP8_DTYPES, autocast, check_no_derivative, check_options, check_sinks, check_tensor, is_int,
-                     is_known, is_static, shown)
-from .lengths import NO_WINDOW, check_max_seqlen, check_window_size
-from .options import Append, Cache, Lengths, Options
+from .checks import (FP8_DTYPES, NO_WINDOW, OWN, autocast, check_dtype, check_no_derivative, check_number,
+                     checked_options, is_int, is_known, is_static, shown)
+from .options import Append, Cache, Options
 from .reference.append import check_append, check_slots
-from .reference.pages import check_cached, check_num_splits, with_own_rows
-from .reference.scores import check_alibi_slopes, check_softcap
+from .reference.pages import check_cached, with_own_rows
 from .reference.tree_mask import check_tree_mask
 
 
@@ -87,49 +83,56 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
             cu_seqlens_q, window_size, alibi_slopes or rotary_cos.
         Otherwise as append_to_kvcache and flash_attention. An error is raised before anything is written.
     """
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_tensor(name, x)
-    q, k, v = (_autocast(name, x, k_cache) for name, x in (("q", q), ("k", k), ("v", v)))
-    name = backend_name(backend, q, k_cache, v_cache, sinks)
+    given = Options(cu_seqlens_q, None, seqused_q, seqused_k, sinks, alibi_slopes, None, sm_scale, softcap,
+                    return_lse=return_lse)
+    cache = Cache(page_table, cache_batch_idx, leftpad_k, tree_mask, num_splits, max_seqlen_q)
+    append = Append(seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new, None, q, cu_seqlens_q, rotary_cos,
+                    rotary_sin, rotary_seqlens, rotary_interleaved)
+    return attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, window_size, backend)
+
+
+def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, window_size, backend, names=OWN):
+    """attention_with_kvcache of what its caller gave, as Options, Cache and Append. names: what the caller calls
+    arguments, as in checks.py, and this function."""
+    q, k, v = (_autocast(x, k_cache) for x in (q, k, v))
+    check_cached(q, k_cache, v_cache, given.lengths, cache, names)
+    name = backend_name(backend, q, k_cache, v_cache, given.sinks)
     if backend == "auto" and name == "cuda" and not can_read_cache(q, k_cache, v_cache):
         name = "triton"
     chosen = BACKENDS[name]
-    dtypes = [x for x in chosen.dtypes if x not in FP8_DTYPES]
-    check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    lengths = Lengths(cu_seqlens_q, None, seqused_q, seqused_k)
-    cache = Cache(page_table, cache_batch_idx, leftpad_k, None, check_num_splits(num_splits),
-                  int(max_seqlen_q) if is_int(max_seqlen_q) and is_static(max_seqlen_q) else 0)
-    check_cached(q, k_cache, v_cache, lengths, cache, dtypes)
-    check_options(causal, sm_scale)
-    left, right = check_window_size(window_size)
-    cache = cache._replace(tree_mask=check_tree_mask(tree_mask, q, lengths, causal, (left, right), alibi_slopes,
-                                                     rotary_cos))
-    cache = with_own_rows(cache)
-    append = Append(seqused_k, cache.page_table, cache.batch_idx, cu_seqlens_k_new, None, _rows_contiguous(q),
-                    cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved,
-                    causal or (left, right) != NO_WINDOW)
+    check_dtype(q, cache_dtypes(chosen))
+    check_number("max_seqlen_q", cache.max_seqlen_q)
+    check_number("num_splits", cache.num_splits)
+    options = checked_options(given, q, k_cache, causal, window_size, names=names, in_cache=True)
+    has_window, tree_mask, max_seqlen_q = options.window != NO_WINDOW, cache.tree_mask, cache.max_seqlen_q
+    if tree_mask is not None:
+        tree_mask = check_tree_mask(tree_mask, q, causal, {
+            "cu_seqlens_q": (options.lengths.is_packed, "give a padded q, and seqused_q"),
+            "window_size": (has_window, "hide keys by tree_mask or leftpad_k"),
+            "alibi_slopes": (options.alibi_slopes is not None, "places in the cache are not positions in the text"),
+            "rotary_cos": (append.rotary_cos is not None, "rotate q and k by the depths of their tokens before")})
+    is_bound = is_int(max_seqlen_q) and is_static(max_seqlen_q)
+    cache = with_own_rows(Cache(*cache[:3], tree_mask, int(cache.num_splits), int(max_seqlen_q) if is_bound else 0))
+    q = _rows_contiguous(q)
     has_new = _has_new_rows(k, v, append)
     if has_new:
-        check_append(k, v, k_cache, v_cache, append, dtypes)
-    why_not = chosen.why_not(q.device)
-    if why_not is not None:
+        append = append._replace(page_table=cache.page_table, batch_idx=cache.batch_idx, q=q, q_advances=has_window)
+        check_append(k, v, k_cache, v_cache, append, names)
+    if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not
-    sinks = check_sinks(sinks, q)
-    alibi_slopes = check_alibi_slopes(alibi_slopes, q, lengths)
-    check_no_derivative("attention_with_kvcache", "flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks,
-                        k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
-    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
-    options = Options.of(scale, (left, 0 if causal else right), lengths, sinks=sinks, return_lse=return_lse,
-                         softcap=check_softcap(softcap), alibi_slopes=alibi_slopes)
+    tensors = dict(q=q, k_cache=k_cache, v_cache=v_cache, sinks=options.sinks, k=k, v=v, rotary_cos=append.rotary_cos,
+                   rotary_sin=append.rotary_sin)
+    function = names.get("function", "attention_with_kvcache")
+    check_no_derivative(function, "flash_attention", **{
+        names.get(name, name): x for name, x in tensors.items() if x is not None})
     if _is_empty(q, k_cache, cache.page_table):
         chosen = reference.BACKEND  # there is nothing to launch
-    q = append.q
     if has_new:
         q_rotated, seqused_k = _append(chosen, k, v, k_cache, v_cache, append)
-        q = q if rotary_cos is None else q_rotated
+        q = q if append.rotary_cos is None else q_rotated
         options = options._replace(seqused_k=seqused_k)
     out, lse = chosen.forward_cached(q, k_cache, v_cache, options, cache)
-    return (out, lse) if return_lse else out
+    return (out, lse) if options.return_lse else out
 
 
 def append_to_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor, *,
@@ -166,13 +169,11 @@ def append_to_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, se
             not written, and positions count as the nearest that there is.
         NotImplementedError: an input requires grad or has a forward-mode tangent.
     """
-    for name, x in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_tensor(name, x)
-    k, v = (_autocast(name, x, k_cache) for name, x in (("k", k), ("v", v)))
-    chosen = _backend_to_append(backend, k, k_cache, v_cache)
+    k, v = (_autocast(x, k_cache) for x in (k, v))
     append = Append(seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_cos=rotary_cos,
                     rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved)
-    check_append(k, v, k_cache, v_cache, append, [x for x in chosen.dtypes if x not in FP8_DTYPES])
+    check_append(k, v, k_cache, v_cache, append)
+    chosen = _backend_to_append(backend, "k", k)
     check_no_derivative("append_to_kvcache", "torch.cat", k=k, v=v, k_cache=k_cache, v_cache=v_cache,
                         rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     return _append(chosen, k, v, k_cache, v_cache, with_own_rows(append))[1]
@@ -200,28 +201,31 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
             share memory, or for CPU tensors a slot that does not exist. On a GPU such rows are not written.
         NotImplementedError: another kv_cache_dtype, or an input that requires grad or has a forward-mode tangent.
     """
-    caches = {"key_cache": key_cache, "value_cache": value_cache}
-    for name, x in dict(key=key, value=value, **caches).items():
-        check_tensor(name, x)
-    chosen = _backend_to_append(backend, key, key_cache, value_cache)
-    check_slots(key, value, key_cache, value_cache, slot_mapping, [x for x in chosen.dtypes if x not in FP8_DTYPES])
+    check_slots(key, value, key_cache, value_cache, slot_mapping)
+    chosen = _backend_to_append(backend, "key", key)
     if kv_cache_dtype not in ("auto", str(key_cache.dtype).removeprefix("torch.")):
         raise NotImplementedError(f"reshape_and_cache: kv_cache_dtype {shown(kv_cache_dtype)} is not supported for "
                                   f"caches in {key_cache.dtype}, only 'auto' and the name of their dtype are")
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
     check_no_derivative("reshape_and_cache", "torch.cat", key=key, value=value, **caches)
     rows = (x[:slot_mapping.shape[0]].transpose(0, 1)[None] for x in (key, value))
     _append(chosen, *rows, *(x.transpose(1, 2) for x in caches.values()), Append(slot_mapping=slot_mapping))
 
 
-def _backend_to_append(backend, k, k_cache, v_cache):
-    """The Backend that a caller's backend means, and writes these rows on their device."""
-    name = backend_name(backend, k, k_cache, v_cache)
-    if backend == "auto" and name == "cuda" and not can_append(k):
-        name = "triton"
-    why_not = BACKENDS[name].why_not(k.device)
-    if why_not is not None:
+def cache_dtypes(backend):
+    """The dtypes of the caches that a Backend reads and writes."""
+    return [x for x in backend.dtypes if x not in FP8_DTYPES]
+
+
+def _backend_to_append(backend, name, k):
+    """The Backend that a caller's backend means, and that writes k, which the caller calls `name`, on its device."""
+    chosen = backend_name(backend, k)
+    if backend == "auto" and chosen == "cuda" and not can_append(k):
+        chosen = "triton"
+    check_dtype(k, cache_dtypes(BACKENDS[chosen]), name)
+    if (why_not := BACKENDS[chosen].why_not(k.device)) is not None:
         raise why_not
-    return BACKENDS[name]
+    return BACKENDS[chosen]
 
 
 def _append(chosen, k, v, k_cache, v_cache, append):
@@ -241,19 +245,15 @@ def _rows_contiguous(x):
 
 def _has_new_rows(k, v, append):
     """Whether new rows are given; ValueError for what belongs to them and is given without."""
-    if k is not None or v is not None:
-        return True
+    if (k is None) != (v is None):
+        raise ValueError("k and v must both be given, or neither")
     for name in ("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens"):
-        if getattr(append, name) is not None:
+        if k is None and getattr(append, name) is not None:
             raise ValueError(f"{name} needs new keys and values, k and v")
-    return False
+    return k is not None
 
 
-def _autocast(name, x, k_cache):
-    """x, which the caller calls `name`, or None; under torch.autocast in its dtype if the cache has that dtype: a cache
-    is never cast."""
-    if x is None:
-        return None
-    check_tensor(name, x)
+def _autocast(x, k_cache):
+    """x, under torch.autocast in its dtype if the cache has that dtype: a cache is never cast."""
     cast, = autocast(x)
-    return cast if cast.dtype == k_cache.dtype else x
+    return cast if getattr(cast, "dtype", None) == getattr(k_cache, "dtype", None) else x

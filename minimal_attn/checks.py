@@ -1,15 +1,22 @@
-"""Checks that every entry point makes before any launch. They are in one place, so that all backends refuse the same
-input alike.
+"""The checks of all arguments, made once, where a caller's arguments enter, so that all backends refuse alike.
 
-Each error names the argument, what was given and what is allowed. Read next: lengths.py, the checks of lengths and
-windows.
+NUMBERS and TENSORS have a row for each argument: what it may be. check_number and check_tensor_of compare an argument
+with its row, and the functions below them compare arguments with each other. Each error names the argument as its
+caller does (`names` has what a caller calls our arguments, where that is another name), what was given and what is
+allowed. Values of tensors are checked where that needs no wait for a GPU. Kernels clamp all others, so that a bad one
+reads nothing outside its tensor. Read next: backends/auto.py, which backend serves a call.
 """
 
+import math
 import numbers
+import operator
 import reprlib
+from typing import NamedTuple
 
 import torch
 from torch.autograd import forward_ad
+
+from .options import Lengths, Options
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of csrc
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -18,6 +25,9 @@ MAX_HEAD_DIM = 256
 # Kernels count rows in 32 bits and round lengths up to whole tiles.
 MAX_SEQLEN = 2**31 - 257
 MAX_SIZE = 2**31 - 2**16
+MAX_SPLITS = 256
+NO_WINDOW = (-1, -1)
+OWN = {}  # the names of a caller who calls all arguments as we do
 # Half of a multiprocessor's registers for sums, half for what feeds them.
 MAX_TILE = 2**15  # elements; fp32 products need four times the registers
 # Up to this magnitude sm_scale · log2(e), with which kernels take powers of two, is finite in fp32.
@@ -154,10 +164,86 @@ class _Shown(reprlib.Repr):
 shown = _Shown().repr  # what an error says of a wrong argument
 
 
-def reworded(error, text):
-    """An error of the same type that says `text`. It is a new one, since Dynamo traces no assignment to error.args."""
-    return type(error)(text)
+def dtype_names(dtypes):
+    *names, last = (str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
+    return f"{', '.join(names)} or {last}" if names else last
 
+
+# Numbers.
+
+def _is_bool(x):
+    return isinstance(x, bool)
+
+
+def _is_real(x):
+    return isinstance(x, (numbers.Real, torch.SymFloat)) and not isinstance(x, bool)
+
+
+def _is_scalar(x):
+    return isinstance(x, torch.Tensor) and x.numel() == 1 and not x.is_complex()
+
+
+class Number(NamedTuple):
+    """The row of a number: what it must be in words, whether a value is that, and the smallest and largest one."""
+
+    words: str
+    is_it: callable
+    low: int | None = None
+    high: int | None = None
+
+
+A_BOOL, A_SIZE = Number("a bool", _is_bool), Number("an int", is_int, 0)
+MAX_SEQLEN_ROW = Number("None, an int or a tensor of one element",
+                        lambda x: x is None or is_int(x) or isinstance(x, torch.Tensor) and x.numel() == 1, 0)
+NUMBERS = {
+    **dict.fromkeys(("causal", "deterministic", "rotary_interleaved", "is_causal", "enable_gqa"), A_BOOL),
+    "sm_scale": Number("None or one real number", lambda x: x is None or _is_real(x) or _is_scalar(x), -MAX_SCALE,
+                       MAX_SCALE),
+    "dropout_p": Number("a number", _is_real, 0, 1),
+    "softcap": Number("a number", _is_real, 0, MAX_SCALE),  # kernels keep it in fp32
+    "num_splits": Number("an int", is_int, 0, MAX_SPLITS),  # 0 leaves it to the kernel
+    "max_seqlen_q": MAX_SEQLEN_ROW, "max_seqlen_k": MAX_SEQLEN_ROW,  # a tensor is never read
+    "batch": A_SIZE, "seqlen": A_SIZE,
+    **dict.fromkeys(("block_size", "embed_dim", "num_heads", "num_heads_k"), Number("an int", is_int, 1)),
+}
+
+
+def check_number(name, x, names=OWN):
+    """x, if its row in NUMBERS allows it; TypeError for another type, ValueError for another value."""
+    row, called = NUMBERS[name], names.get(name, name)
+    if not row.is_it(x):
+        instead = "; masks are called attn_bias" if name == "causal" and isinstance(x, torch.Tensor) else ""
+        raise TypeError(f"{called} must be {row.words}, got {shown(x)}{instead}")
+    if x is None or row.low is None or isinstance(x, torch.Tensor) and row is MAX_SEQLEN_ROW:
+        return x
+    if not holds(x >= row.low) or row.high is not None and not holds(x <= row.high):
+        allowed = f"at least {row.low}" if row.high is None else f"in {row.low:g}..{row.high:g}"
+        raise ValueError(f"{called} must be {allowed}, got {shown(x)}")
+    return x
+
+
+def check_choice(what, x, choices):
+    """ValueError unless x is one of the choices."""
+    if x not in tuple(choices):  # a dict would not take a list as a key
+        raise ValueError(f"unknown {what} {shown(x)}: one of {', '.join(map(repr, choices))}")
+    return x
+
+
+def check_softcap(softcap):
+    """softcap as a float: 0, or at least 1e-30, since kernels divide by it; TypeError and ValueError as check_number."""
+    check_number("softcap", softcap)
+    # The bound has no name, since torch.compile(dynamic=True) makes symbols of global floats.
+    if 0 < softcap < 1e-30:
+        raise ValueError(f"softcap must be 0 or at least 1e-30, got {softcap}")
+    return float(softcap)
+
+
+def check_dropout_p(dropout_p):
+    """dropout_p as a float; TypeError and ValueError as check_number."""
+    return float(check_number("dropout_p", dropout_p))
+
+
+# Tensors.
 
 # Subclasses with a __torch_dispatch__ that are served: those of tracing, and what collectives give, which waits where
 # it is first used.
@@ -175,10 +261,9 @@ def check_tensor(name, x):
     __torch_dispatch__ alone, as parameters do, but for CausalBias."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got {shown(x)}: torch.nested.to_padded_tensor makes it dense")
-    if x.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got {x.layout}")
+    if x.is_nested or x.layout != torch.strided:
+        got = f"{shown(x)}: torch.nested.to_padded_tensor makes it dense" if x.is_nested else x.layout
+        raise TypeError(f"{name} must be a dense tensor, got {got}")
     if type(x) in (torch.Tensor, torch.nn.Parameter) or (
             type(x).__name__ in DISPATCHED and type(x).__module__.startswith("torch.")):
         return
@@ -188,62 +273,105 @@ def check_tensor(name, x):
                         f"value{instead}")
 
 
-def check_options(causal, sm_scale, name="sm_scale", *, deterministic=False):
-    """TypeError unless causal and deterministic are bools and sm_scale, which the caller calls `name`, None or one real
-    number; ValueError unless that is finite and at most MAX_SCALE in magnitude."""
-    if isinstance(causal, torch.Tensor):
-        raise TypeError(f"causal must be a bool, got {shown(causal)}; the fourth argument of flash_attention is "
-                        "causal, and masks are called attn_bias there")
-    for option, value in (("causal", causal), ("deterministic", deterministic)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{option} must be a bool, got {shown(value)}")
-    is_number = isinstance(sm_scale, (numbers.Real, torch.SymFloat)) and not isinstance(sm_scale, bool)
-    is_scalar = isinstance(sm_scale, torch.Tensor) and sm_scale.numel() == 1 and not sm_scale.is_complex()
-    if not (sm_scale is None or is_number or is_scalar):
-        raise TypeError(f"{name} must be None or one real number, got {shown(sm_scale)}")
-    if sm_scale is not None and not -MAX_SCALE <= sm_scale <= MAX_SCALE:
-        raise ValueError(f"{name} must be finite and at most {MAX_SCALE:g} in magnitude, got {shown(sm_scale)}")
+class Rule(NamedTuple):
+    """The row of a tensor: its dtypes, its shapes in letters, and how it lies in memory. A letter that a call gives a
+    size for has that size, any other has any. Without dtypes or shapes, the call says what is allowed."""
+
+    dtypes: tuple = ()
+    shapes: tuple = ()
+    strides: str = ""
 
 
-def check_dropout_p(dropout_p, name="dropout_p"):
-    """dropout_p, which the caller calls `name`, as a float; TypeError unless it is a number, ValueError unless it is in
-    [0, 1]."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {shown(dropout_p)}")
-    if not 0 <= dropout_p <= 1:
-        raise ValueError(f"{name} must be in [0, 1], got {dropout_p}")
-    return float(dropout_p)
+CONTIGUOUS, ROWS = ", contiguous", ", its last dimension contiguous"
+PER_SAMPLE, BOUNDS = (Rule((torch.int32,), (x,), CONTIGUOUS) for x in (("B",), ("B + 1",)))
+DESCALE, ROTARY = Rule((torch.float32,), (("B", "Hk"),)), Rule((), (("S_ro", "rotary_dim / 2"),), CONTIGUOUS)
+MASK = Rule((torch.bool, torch.int64, torch.int32, torch.uint8), (("B", "S"),))
+TENSORS = {
+    **dict.fromkeys(("seqused_q", "seqused_k", "leftpad_k", "cache_batch_idx", "rotary_seqlens"), PER_SAMPLE),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new"), BOUNDS),
+    "seq_lens": Rule((torch.int32, torch.int64), (("B",),)),
+    "page_table": Rule((torch.int32,), (("B", "max_pages"),), ROWS),
+    "sinks": Rule((), (("H",),)),
+    "alibi_slopes": Rule((torch.float32,), (("H",), ("B", "H"))),
+    "attn_bias": Rule(),
+    "q_descale": DESCALE, "k_descale": DESCALE, "v_descale": DESCALE,
+    "dropout_seed": Rule((torch.int64,), (("1 or 1 + 4 B",),)),
+    "tree_mask": Rule(),
+    "rotary_cos": ROTARY, "rotary_sin": ROTARY,
+    "cu_seqlens": Rule((torch.int32,), (("N + 1",),)),  # of context parallelism
+    "tokens": Rule((torch.int64,), (("B", "S"),)),
+    "slot_mapping": Rule((torch.int64,), (("T",),), CONTIGUOUS),
+    "indices": Rule((torch.int64,)),
+    "attention_mask": MASK, "unused_mask": MASK, "key_padding_mask": MASK,
+    "out": Rule(), "lse_partial": Rule(),
+}
 
 
-def check_dropout_seed(dropout_seed, q, num_samples):
-    """dropout_seed, or one that torch draws if it is None, on q's device so that a CUDA graph draws anew each time.
+def _sizes_of(letters, sizes):
+    return [sizes.get(n, n) if isinstance(n, str) else n for n in letters]
 
-    TypeError for what is no dense int64 tensor, ValueError unless it is on q's device and of one element, or has behind
-    it the four origins of each of so many samples. Those on the CPU are checked: a multiple of 16, one of 2, and all at
-    least 0. A num_samples of None: no origins.
-    """
-    if dropout_seed is None:
-        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
-    # Not a number: a CUDA graph would keep its value, and torch.compile would compile anew for each.
-    wanted = f"dropout_seed must be one int64 in a tensor on q's device: torch.tensor([5], device='{q.device}')"
-    if not isinstance(dropout_seed, torch.Tensor):
-        raise TypeError(f"{wanted}, got {shown(dropout_seed)}")
-    check_tensor("dropout_seed", dropout_seed)
-    got = f"got {dropout_seed.dtype} of shape {tuple(dropout_seed.shape)} on {dropout_seed.device}"
-    if dropout_seed.dtype != torch.int64:
-        raise TypeError(f"{wanted}, {got}")
-    sizes = (1,) if num_samples is None else (1, 1 + 4 * num_samples)
-    is_of_size = is_known(dropout_seed.numel() == 1) or holds(dropout_seed.numel() == sizes[-1])
-    if dropout_seed.device != q.device or not is_of_size:
-        with_origins = f", or of shape ({sizes[1]},), with the four origins of each sample" if sizes[1:] else ""
-        raise ValueError(f"{wanted}{with_origins}, {got}")
-    if can_read(dropout_seed) and not dropout_seed.is_cuda and dropout_seed.numel() > 1:
-        for row, key, head, sample in dropout_seed.reshape(-1)[1:].view(-1, 4).tolist():
-            if row % 16 or key % 16 or min(row, key, head, sample) < 0:
-                raise ValueError("the origins in dropout_seed are the first row and the first key, multiples of 16, "
-                                 f"head and sample, all at least 0, got {[row, key, head, sample]}")
-    return dropout_seed.contiguous()
 
+def _has_shape(shape, letters, sizes):
+    return len(shape) == len(letters) and all(
+        isinstance(n, str) or holds(m == n) for m, n in zip(shape, _sizes_of(letters, sizes)))
+
+
+def _lies(x, strides):
+    if strides == ROWS:
+        return is_known(x.shape[-1] <= 1) or holds(x.stride(-1) == 1)
+    return not strides or x.is_contiguous()
+
+
+def _shape_text(letters, sizes):
+    """(B, H) = (2, 4), as an error shows a shape."""
+    texts = ["(" + ", ".join(map(str, shape)) + ",)"[len(shape) > 1:] for shape in (
+        letters, _sizes_of(letters, sizes))]
+    return " = ".join(dict.fromkeys(texts))
+
+
+def check_tensor_of(name, x, device, sizes=OWN, names=OWN, *, dtypes=None, shapes=None):
+    """TypeError unless x is a dense tensor with a dtype of its row in TENSORS, ValueError unless it is on the device,
+    of one of the shapes and as contiguous. sizes: what the letters are. dtypes, shapes: in the place of the row's, the
+    sizes of shapes also as numbers."""
+    rule, called = TENSORS[name], names.get(name, name)
+    check_tensor(called, x)
+    dtypes, shapes = dtypes or rule.dtypes, shapes or rule.shapes
+    is_of_dtype = x.dtype in dtypes
+    if (is_of_dtype and x.device == device and _lies(x, rule.strides)
+            and (not shapes or any(_has_shape(x.shape, shape, sizes) for shape in shapes))):
+        return
+    of_shape = f" of shape {' or '.join(_shape_text(shape, sizes) for shape in shapes)}" if shapes else ""
+    strides = f" with strides {x.stride()}" if rule.strides else ""
+    raise (ValueError if is_of_dtype else TypeError)(
+        f"{called} must be {dtype_names(dtypes)}{of_shape}{rule.strides}, on {device}, got {shown(x)}{strides} on "
+        f"{x.device}")
+
+
+def check_alike(dtypes, names=OWN, **tensors):
+    """TypeError unless these are dense tensors of one dtype, which is one of dtypes; ValueError unless they are on one
+    device."""
+    (first, x), *_ = tensors.items()
+    for name, y in tensors.items():
+        check_tensor(names.get(name, name), y)
+    if any(y.dtype != x.dtype for y in tensors.values()):
+        raise TypeError("dtypes must match: " + ", ".join(
+            f"{names.get(name, name)} is {y.dtype}" for name, y in tensors.items()))
+    if dtypes is not None:
+        check_dtype(x, dtypes, names.get(first, first))
+    if any(y.device != x.device for y in tensors.values()):
+        raise ValueError("tensors must be on the same device: " + ", ".join(
+            f"{names.get(name, name)} is on {y.device}" for name, y in tensors.items()))
+
+
+def check_dtype(x, dtypes, name="q"):
+    """TypeError unless x has one of the dtypes."""
+    if x.dtype not in dtypes:
+        elsewhere = "; flash_attention takes float8 with backend='triton' or 'reference'"
+        raise TypeError(f"Unsupported dtype: {name} is {x.dtype}, allowed is {dtype_names(dtypes)}"
+                        f"{elsewhere if x.dtype in FP8_DTYPES else ''}")
+
+
+# Queries, keys and values.
 
 def autocast(q, *others):
     """q and others, under torch.autocast in its dtype for q's device, as scaled_dot_product_attention gets them there.
@@ -259,125 +387,317 @@ def autocast(q, *others):
                  and not is_causal_bias(x) else x for x in (q, *others))
 
 
-def check_alike(dtypes, **tensors):
-    """TypeError unless these are dense tensors of one of the dtypes; ValueError unless they are on one device."""
-    for name, x in tensors.items():
-        check_tensor(name, x)
-        if x.dtype not in dtypes:
-            allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-            is_fp8 = x.dtype in FP8_DTYPES
-            elsewhere = "; flash_attention takes float8 with backend='triton' or 'reference'" if is_fp8 else ""
-            raise TypeError(f"Unsupported dtype: {name} is {x.dtype}, allowed are {allowed}{elsewhere}")
-    first, *others = tensors
-    names = f"{', '.join([first, *others[:-1]])} and {others[-1]}"
-    if any(tensors[name].dtype != tensors[first].dtype for name in others):
-        raise TypeError("dtypes must match: " + ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items()))
-    if any(tensors[name].device != tensors[first].device for name in others):
-        found = ", ".join(f"{name} on {tensors[name].device}" for name in others)
-        raise ValueError(f"{names} must be on the same device: {first} is on {tensors[first].device}, {found}")
+def shapes_of(names=OWN, **tensors):
+    """What an error says of the shapes of tensors."""
+    return ", ".join(f"{names.get(name, name)} is {tuple(x.shape)}" for name, x in tensors.items())
 
 
-def check_heads(shapes, q, k, v, names=("q", "k", "v")):
+def check_head_dim(head_dim, of=""):
+    """ValueError unless kernels take this head_dim. of: whose it is."""
+    if is_known(head_dim < 1) or is_over(head_dim, MAX_HEAD_DIM):
+        raise ValueError(f"Unsupported head_dim {head_dim}{of}: 1 to {MAX_HEAD_DIM} is supported")
+
+
+def check_heads(q, k, v, names=OWN, k_name="k", v_name="v"):
     """ValueError unless the heads and head dimensions of three tensors fit together, of 4 dimensions or of 3, without
-    heads. names is what the caller calls them, and shapes what an error says of them."""
-    name_q, name_k, name_v = names
-    for head_dim in (q.shape[-1], v.shape[-1]):
-        if is_known(head_dim < 1) or is_over(head_dim, MAX_HEAD_DIM):
-            raise ValueError(f"Unsupported head_dim {head_dim}: 1 to {MAX_HEAD_DIM} is supported")
+    heads."""
+    check_head_dim(q.shape[-1])
+    check_head_dim(v.shape[-1])
     if not same_sizes(k.shape[:-1], v.shape[:-1]):
-        raise ValueError(f"{name_k} and {name_v} must have the same shape, but for the head_dim of {name_v}: {shapes}")
-    if not holds(q.shape[-1] == k.shape[-1]):
-        raise ValueError(f"{name_q} and {name_k} must have the same head_dim: {shapes}")
-    if q.ndim == 4 and (is_known(k.shape[1] == 0) or not holds(q.shape[1] % k.shape[1] == 0)):
-        raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads: {shapes}")
+        fault = "{k} and {v} must have the same shape, but for the head_dim of {v}"
+    elif not holds(q.shape[-1] == k.shape[-1]):
+        fault = "{q} and {k} must have the same head_dim"
+    elif q.ndim == 4 and (is_known(k.shape[1] == 0) or not holds(q.shape[1] % k.shape[1] == 0)):
+        fault = "the number of query heads must be a multiple of the number of key/value heads"
+    else:
+        return
+    tensors = {"q": q, k_name: k, v_name: v}
+    called = dict(zip("qkv", (names.get(name, name) for name in tensors)))
+    raise ValueError(f"{fault.format(**called)}: {shapes_of(names, **tensors)}")
 
 
-def check_qkv(q, k, v, dtypes):
+def check_qkv(q, k, v, dtypes=None, names=OWN):
     """Raise unless q (B, H, Sq, D) or (B·H, Sq, D), k and v (B, Hk, Sk, D) or (B·H, Sk, D) fit together.
 
     v may have another head_dim. TypeError for what is no dense tensor of an allowed dtype, ValueError for everything
-    else.
+    else. dtypes: None where check_dtype follows.
     """
-    check_alike(dtypes, q=q, k=k, v=v)
+    check_alike(dtypes, names, q=q, k=k, v=v)
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
-        raise ValueError(f"Expected 3D or 4D tensors, all alike: q has {q.ndim}, k {k.ndim}, v {v.ndim} dimensions")
-    shapes = f"q is {tuple(q.shape)}, k is {tuple(k.shape)}, v is {tuple(v.shape)}"
-    check_heads(shapes, q, k, v)
+        raise ValueError(f"Expected 3D or 4D tensors, all alike: {shapes_of(names, q=q, k=k, v=v)}")
+    check_heads(q, k, v, names)
     if q.shape[0] != k.shape[0]:
-        raise ValueError(f"q, k and v must have the same batch size: {shapes}")
-    check_sizes(q, k.shape[-2], shapes)
+        raise ValueError(f"q, k and v must have the same batch size: {shapes_of(names, q=q, k=k, v=v)}")
+    check_sizes(q, k.shape[-2])
 
 
-def check_sizes(q, seqlen_k, shapes):
+def check_sizes(q, seqlen_k):
     """ValueError unless kernels can count the heads, and the rows and keys of a sample together, in 32 bits."""
     if any(is_over(n, MAX_SEQLEN) for n in (*q.shape[1:-2], q.shape[-2] + seqlen_k)):
-        raise ValueError(f"heads go up to {MAX_SEQLEN}, and so do rows and keys together: {shapes}")
+        raise ValueError(f"heads go up to {MAX_SEQLEN}, and so do rows and keys together: q is {tuple(q.shape)}, and "
+                         f"there are {seqlen_k} keys")
 
 
-def check_sinks(sinks, q, name="sinks"):
-    """None, or sinks, which the caller calls `name`, in the dtype of sums and contiguous.
+# Windows and lengths.
 
-    TypeError for what is no dense tensor of a float dtype, ValueError unless it is (H,) on q's device.
+def check_window_size(window_size):
+    """window_size as a tuple of two ints. TypeError unless it is a tuple or a list of two ints or Nones, or an array or
+    a tensor of two ints, which the host reads; ValueError unless both are at least -1."""
+    pair = window_size
+    if isinstance(pair, torch.Tensor):
+        check_tensor("window_size", pair)
+    if hasattr(pair, "tolist") and not getattr(pair, "is_meta", False):  # an array of numpy has it too
+        pair = pair.tolist()
+    pair = pair if isinstance(pair, (tuple, list)) else ()
+    sides = [-1 if x is None else x.tolist() if isinstance(x, torch.Tensor) else x for x in pair]
+    if len(sides) != 2 or not all(map(is_int, sides)):
+        raise TypeError(f"window_size must be a pair of ints, (left, right), got {shown(window_size)}")
+    if min(sides) < -1:
+        raise ValueError(f"window_size must be at least -1 on both sides, and -1 is no bound, got {shown(window_size)}")
+    left, right = sides
+    return min(operator.index(left), MAX_SEQLEN), min(operator.index(right), MAX_SEQLEN)
+
+
+def check_lengths(lengths, seq_lens, q, k, names=OWN):
+    """lengths, or those that seq_lens means, if they fit q and k, which are checked.
+
+    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else.
     """
+    if seq_lens is not None:
+        if lengths.are_given:
+            raise ValueError("seq_lens cannot be given together with cu_seqlens_q, cu_seqlens_k, seqused_q or "
+                             "seqused_k")
+        seq_lens = check_seq_lens(seq_lens, q, k)
+        return Lengths(seqused_q=seq_lens, seqused_k=seq_lens)
+    if not lengths.are_given:
+        return lengths
+    if (lengths.cu_seqlens_q is None) != (lengths.cu_seqlens_k is None):
+        raise ValueError("cu_seqlens_q and cu_seqlens_k must both be given, or neither")
+    if lengths.is_packed and q.ndim != 4:
+        raise ValueError(f"with cu_seqlens_q, q, k and v must be packed, (1, H, T, D), got q {tuple(q.shape)}")
+    check_samples(lengths, q, k.shape[-2], names)
+    return lengths
+
+
+def check_samples(lengths, q, total_k, names=OWN):
+    """Raise unless lengths fit q and total_k: the keys of each sample, or of all together in a packed batch. Serves
+    caches as well, whose cu_seqlens_k is None.
+
+    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else.
+    """
+    if lengths.is_packed:
+        name = names.get("cu_seqlens_q", "cu_seqlens_q")
+        check_tensor_of("cu_seqlens_q", lengths.cu_seqlens_q, q.device, names=names)
+        if not holds(lengths.cu_seqlens_q.shape[0] >= 2):
+            raise ValueError(f"{name} must be of shape (B + 1,), with B at least 1, got (1,)")
+        if not holds(q.shape[0] == 1):
+            raise ValueError(f"with {name}, {names.get('q', 'q')} must be packed, with all samples one after the other "
+                             f"and a batch size of 1, got {q.shape[0]}")
+    sizes = {"B": lengths.num_samples(q), "B + 1": lengths.num_samples(q) + 1}
+    for name, x in zip(Lengths._fields[1:], lengths[1:]):
+        if x is not None:
+            check_tensor_of(name, x, q.device, sizes, names)
+    if not q.is_cuda and all(x is None or can_read(x) for x in lengths):
+        _check_values(*(x if x is None else x.tolist() for x in lengths), q.shape[-2], total_k, names)
+
+
+def _check_values(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, names):
+    """ValueError unless the lists, or None, say what lies within total_q rows and total_k keys."""
+    for side, bounds, used, total in (("q", cu_seqlens_q, seqused_q, total_q), ("k", cu_seqlens_k, seqused_k, total_k)):
+        rooms = [total] * len(used or ())
+        if bounds is not None:
+            shares_keys, name = side == "k" and used is not None, f"cu_seqlens_{side}"
+            if bounds[0] != 0 or not 0 <= min(bounds) <= max(bounds) <= total or (
+                    not shares_keys and bounds != sorted(bounds)):
+                raise ValueError(f"{names.get(name, name)} must start at 0, ascend and stay within 0..{total}, got "
+                                 f"{shown(bounds)}")
+            ends = [total] * len(bounds) if shares_keys else bounds[1:]
+            rooms = [end - begin for begin, end in zip(bounds, ends)]
+        for b, (length, room) in enumerate(zip(used or (), rooms)):
+            check_index(f"seqused_{side}", length, room + 1, f"sample {b}", names)
+
+
+def check_index(name, x, size, whose, names=OWN):
+    """ValueError unless x, a value for a sample in the tensor of this name, is in 0..size - 1."""
+    if not 0 <= x < size:
+        raise ValueError(f"{names.get(name, name)} must be in 0..{size - 1} for {whose}, got {x}")
+
+
+def check_seq_lens(seq_lens, q, k):
+    """seq_lens as an int32 tensor of shape (q.shape[0],) on q's device; TypeError unless it holds integers, ValueError
+    unless it fits q and k.
+
+    Values are checked at once for a list or a CPU tensor. For a GPU tensor that takes one small read, which is skipped
+    while a CUDA graph is captured or torch.compile traces; the kernels clamp, so a bad value never reads out of bounds.
+    """
+    seqlen = q.shape[-2]
+    if not holds(seqlen == k.shape[-2]):
+        raise ValueError(f"seq_lens needs equal lengths of q and k, got seqlen_q {seqlen} and seqlen_k {k.shape[-2]}")
+    if not isinstance(seq_lens, torch.Tensor):
+        try:
+            lengths = [operator.index(n) for n in seq_lens]
+        except TypeError:
+            raise TypeError("seq_lens must be integers, in a list or an int32 or int64 tensor, got "
+                            f"{shown(seq_lens)}") from None
+        _check_range(lengths, seqlen)
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
+        can_be_read = False  # once more
+    else:
+        check_tensor("seq_lens", seq_lens)
+        can_be_read = can_read(seq_lens)
+    device = seq_lens.device if seq_lens.device.type == "cpu" else q.device
+    check_tensor_of("seq_lens", seq_lens, device, {"B": 1 if q.ndim == 3 else q.shape[0]})
+    if q.is_cuda and is_eager(q) and torch.cuda.is_current_stream_capturing():
+        if not seq_lens.is_cuda:
+            raise ValueError("seq_lens on the CPU cannot be copied while a CUDA graph is captured: pass a GPU tensor")
+    elif can_be_read and seq_lens.numel():
+        _check_range(torch.stack(seq_lens.aminmax()).tolist(), seqlen)
+    # Outside 0..2^31 only where the values could not be read: keep the wrap to 32 bits from making such a value valid.
+    seq_lens = seq_lens.clamp(0, seqlen).to(device=q.device, dtype=torch.int32)
+    return seq_lens.expand(q.shape[0]).contiguous()
+
+
+def _check_range(lengths, seqlen):
+    if any(n <= 0 or not holds(n <= seqlen) for n in lengths):
+        raise ValueError(f"seq_lens must be in 1..{seqlen}, got values from {min(lengths)} to {max(lengths)}")
+
+
+# Options.
+
+def check_sinks(sinks, q, names=OWN):
+    """None, or sinks (H,) of a float dtype, float64 for float64, in the dtype of sums and contiguous."""
     if sinks is None:
         return None
-    check_tensor(name, sinks)
     allowed = (torch.float64,) if q.dtype == torch.float64 else KERNEL_DTYPES
-    if sinks.dtype not in allowed:
-        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        raise TypeError(f"Unsupported dtype: {name} is {sinks.dtype}, allowed for q in {q.dtype} are {names}")
-    shape = (q.shape[1] if q.ndim == 4 else 1,)
-    if not same_sizes(sinks.shape, shape):
-        raise ValueError(f"{name} must have shape {shape}, one for each query head, got {tuple(sinks.shape)}")
-    if sinks.device != q.device:
-        raise ValueError(f"{name} must be on the same device as q ({q.device}), got {sinks.device}")
+    check_tensor_of("sinks", sinks, q.device, {"H": nheads_of(q)}, names, dtypes=allowed)
     return sinks.to(sum_dtype(q.dtype)).contiguous()
 
 
-def check_matmul(a, b, block_m, block_n, block_k):
-    """Raise unless a (M, K) and b (K, N) can be multiplied, in tiles of the blocks that are not None.
+def nheads_of(x):
+    return x.shape[1] if x.ndim == 4 else 1
 
-    TypeError for what is no dense tensor of an allowed dtype, ValueError for everything else.
+
+def check_alibi_slopes(alibi_slopes, q, lengths):
+    """None, or alibi_slopes (H,) or (B, H), contiguous, B samples in a packed batch too. ValueError where a gradient is
+    wanted of it."""
+    if alibi_slopes is None:
+        return None
+    check_tensor_of("alibi_slopes", alibi_slopes, q.device, {"B": lengths.num_samples(q), "H": nheads_of(q)})
+    if wants_gradient(alibi_slopes):
+        raise ValueError("alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach()")
+    return alibi_slopes.contiguous()
+
+
+def is_top_left(causal_bias, q, k, name="attn_bias"):
+    """Whether this CausalBias of torch, which the caller calls `name`, aligns its mask top-left, and not bottom-right.
+
+    ValueError unless it is for the rows of q and the keys of k.
     """
-    for name, x in (("a", a), ("b", b)):
-        check_tensor(name, x)
-        if x.dtype not in KERNEL_DTYPES:
-            raise TypeError(f"Unsupported dtype: {name} is {x.dtype}, allowed are float32, float16, bfloat16")
-    if a.dtype != b.dtype:
-        raise TypeError(f"dtypes must match: a is {a.dtype}, b is {b.dtype}")
-    if a.device != b.device:
-        raise ValueError(f"a and b must be on the same device: a is on {a.device}, b on {b.device}")
-    if a.is_meta:
-        raise ValueError("CUDA tensors required: a and b must hold values, and tensors on the device meta have none")
-    if not a.ndim == b.ndim == 2:
-        raise ValueError(f"Expected 2D tensors: a has {a.ndim}, b {b.ndim} dimensions")
-    if not holds(a.shape[1] == b.shape[0]):
-        raise ValueError(f"Incompatible dimensions: a is {tuple(a.shape)}, b is {tuple(b.shape)}, and a.shape[1] must "
-                         "be b.shape[0]")
-    if any(is_over(size, MAX_SIZE) for size in (*a.shape, *b.shape)):
-        raise ValueError(f"sizes go up to {MAX_SIZE}: a is {tuple(a.shape)}, b is {tuple(b.shape)}")
-    for name, block, size in (("block_m", block_m, a.shape[0]), ("block_n", block_n, b.shape[1]),
-                              ("block_k", block_k, a.shape[1])):
-        if block is None:
-            continue
-        if type(block) is not int or block < 16 or block & (block - 1):
-            raise ValueError(f"{name} must be a power of two and at least 16, got {shown(block)}")
-        limit = max(16, (size + 15) // 16 * 16)
-        if block > limit:
-            raise ValueError(f"{name} must not exceed {limit}, the dimension {size} rounded up to a multiple of 16, "
-                             f"got {block}")
-    if None not in (block_m, block_n, block_k):
-        check_tile(a.dtype, block_m=block_m, block_n=block_n)
-        check_tile(a.dtype, block_m=block_m, block_k=block_k)
-        check_tile(a.dtype, block_n=block_n, block_k=block_k)
+    shape = causal_bias.seq_len_q, causal_bias.seq_len_kv
+    if not same_sizes(shape, (q.shape[-2], k.shape[-2])):
+        raise ValueError(f"{name} must be for {q.shape[-2]} rows and {k.shape[-2]} keys, got a CausalBias of {shape}")
+    return causal_bias.variant.name == "UPPER_LEFT"
 
 
-def check_tile(dtype, **blocks):
-    """ValueError if a tile of two blocks is more than registers hold, and more than a compiler is done with in time."""
-    (name1, block1), (name2, block2) = blocks.items()
-    limit = MAX_TILE // (4 if dtype == torch.float32 else 1)
-    if block1 * block2 > limit:
-        raise ValueError(f"{name1} times {name2} must not exceed {limit} in {dtype}, got {block1} and {block2}")
+def with_causal_bias(window, attn_bias, q, k, lengths):
+    """Returns (window, attn_bias), in which a CausalBias has become a part of the window if possible. It is not with
+    lengths, which move the window, or if the bound would be negative. All but attn_bias are checked."""
+    if not is_causal_bias(attn_bias) or lengths.are_given:
+        return window, attn_bias
+    bound = q.shape[-2] - k.shape[-2] if is_top_left(attn_bias, q, k) else 0  # beyond the bottom-right diagonal
+    if bound < 0:
+        return window, attn_bias
+    left, right = window
+    return (left, bound if right < 0 else min(right, bound)), None
+
+
+def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
+    """None, or attn_bias, which the caller calls `name`, as a view that broadcasts to (B, H, Sq, Sk), of 3D inputs to
+    (B·H, 1, Sq, Sk): a dimension of size 1 is shared. q, k and lengths are checked.
+
+    A CausalBias becomes the mask that it means. TypeError for what is no dense tensor of an allowed dtype, ValueError
+    for everything else, and for any with packed batches and fp8.
+    """
+    if attn_bias is None:
+        return None
+    if lengths.is_packed or q.dtype in FP8_DTYPES:
+        raise ValueError(f"{name} cannot be given with " + (
+            "cu_seqlens: samples of a packed batch have no rows and keys in common" if lengths.is_packed
+            else f"float8 inputs, and q is {q.dtype}"))
+    if is_causal_bias(attn_bias):
+        diagonal = 0 if is_top_left(attn_bias, q, k, name) else k.shape[-2] - q.shape[-2]
+        attn_bias = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(diagonal)
+    allowed = (torch.bool, q.dtype, torch.float32) if q.dtype in KERNEL_DTYPES else (torch.bool, q.dtype)
+    check_tensor_of("attn_bias", attn_bias, q.device, names={"attn_bias": name}, dtypes=allowed)
+    shape = *q.shape[:-1], k.shape[-2]
+    if attn_bias.ndim == 0 or not broadcasts(attn_bias.shape, shape):
+        raise ValueError(f"{name} must have 1 to {len(shape)} dimensions and broadcast to {shape}, (batch size, heads, "
+                         f"rows, keys), got {tuple(attn_bias.shape)}")
+    attn_bias = attn_bias[(None,) * (len(shape) - attn_bias.ndim)]
+    return attn_bias if q.ndim == 4 else attn_bias.unsqueeze(1)
+
+
+def check_dropout_seed(dropout_seed, q, num_samples):
+    """dropout_seed, or one that torch draws if it is None, on q's device so that a CUDA graph draws anew each time.
+
+    ValueError unless it has one element, or has behind it the four origins of each of so many samples. Those on the CPU
+    are checked: a multiple of 16, one of 2, and all at least 0. A num_samples of None: no origins.
+    """
+    if dropout_seed is None:
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    # Not a number: a CUDA graph would keep its value, and torch.compile would compile anew for each.
+    check_tensor("dropout_seed", dropout_seed)
+    is_one = num_samples is None or is_known(dropout_seed.numel() == 1)
+    check_tensor_of("dropout_seed", dropout_seed.reshape(-1), q.device,
+                    {"1 or 1 + 4 B": 1 if is_one else 1 + 4 * num_samples})
+    if can_read(dropout_seed) and not dropout_seed.is_cuda and dropout_seed.numel() > 1:
+        for row, key, head, sample in dropout_seed.reshape(-1)[1:].view(-1, 4).tolist():
+            if row % 16 or key % 16 or min(row, key, head, sample) < 0:
+                raise ValueError("the origins in dropout_seed are the first row and the first key, multiples of 16, "
+                                 f"head and sample, all at least 0, got {[row, key, head, sample]}")
+    return dropout_seed.contiguous()
+
+
+def check_descales(descales, q, k, lengths):
+    """The three of q, k and v, each None or (B, Hk) and contiguous, B samples in a packed batch too. ValueError for any
+    with inputs that are not fp8."""
+    if descales == (None, None, None):
+        return descales
+    for name, x in zip(("q_descale", "k_descale", "v_descale"), descales):
+        if x is not None and q.dtype not in FP8_DTYPES:
+            raise ValueError(f"{name} is for float8 inputs, and q is {q.dtype}")
+        if x is not None:
+            check_tensor_of(name, x, q.device, {"B": lengths.num_samples(q), "Hk": nheads_of(k)})
+    return tuple(x if x is None else x.contiguous() for x in descales)
+
+
+def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, in_cache=False):
+    """The Options of a call, of those that its caller gave, which are of any type and have no window yet; None as
+    softmax_scale is 1/sqrt(D). q and k are checked, and with in_cache, where k is a cache, lengths are too. TypeError
+    and ValueError as flash_attention."""
+    check_number("causal", causal)
+    check_number("deterministic", given.deterministic)
+    scale = check_number("sm_scale", given.softmax_scale, names)
+    lengths = given.lengths if in_cache else check_lengths(given.lengths, seq_lens, q, k, names)
+    left, right = check_window_size(window_size)
+    right = 0 if causal else right
+    if not (in_cache or lengths.are_given):  # kernels may be faster without a bound, and these hide nothing
+        left = -1 if left >= 0 and is_known(left >= k.shape[-2] - 1) else left
+        right = -1 if right > 0 and is_known(right >= q.shape[-2] - 1) else right
+    window, bias = with_causal_bias((left, right), given.attn_bias, q, k, lengths)
+    dropout_p = 0.0 if is_zero(given.dropout_p) else check_dropout_p(given.dropout_p)
+    seed = check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None
+    return Options(
+        *lengths, check_sinks(given.sinks, q, names), check_alibi_slopes(given.alibi_slopes, q, lengths),
+        check_attn_bias(bias, q, k, lengths), 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        0.0 if is_zero(given.softcap) else check_softcap(given.softcap), *window, dropout_p, seed,
+        given.deterministic, given.autotune, *check_descales(given.descales, q, k, lengths), given.return_lse)
+
+
+def is_zero(x):
+    """Whether x, a dropout_p or softcap, is a plain 0 and so needs no check. False equals 0, but has to be checked.
+    Defaults are ints, since torch.compile(dynamic=True) makes symbols of floats and then compiles twice."""
+    return (type(x) is float or type(x) is int) and x == 0
 
 
 def wants_gradient(x):
@@ -413,25 +733,37 @@ def check_fp8(q):
                                f"{torch.cuda.get_device_name(q.device)} has none")
 
 
-def check_descales(descales, q, k, lengths):
-    """The three of q, k and v, by their names, as contiguous tensors or None; each a float32 (B, Hk) on q's device.
-    B is the number of samples in a packed batch too. lengths is checked.
+# Matrices.
 
-    TypeError for what is none, ValueError for everything else, and for any with inputs that are not fp8.
+def check_matmul(a, b, block_m, block_n, block_k):
+    """Raise unless a (M, K) and b (K, N) can be multiplied, in tiles of the blocks that are not None.
+
+    TypeError for what is no dense tensor of an allowed dtype, ValueError for everything else.
     """
-    for name, descale in descales.items():
-        if descale is None:
+    check_alike(KERNEL_DTYPES, a=a, b=b)
+    if a.is_meta:
+        raise ValueError("CUDA tensors required: a and b must hold values, and tensors on the device meta have none")
+    if not a.ndim == b.ndim == 2 or not holds(a.shape[1] == b.shape[0]):
+        raise ValueError(f"a and b must be 2D, and a.shape[1] must be b.shape[0]: {shapes_of(a=a, b=b)}")
+    if any(is_over(size, MAX_SIZE) for size in (*a.shape, *b.shape)):
+        raise ValueError(f"sizes go up to {MAX_SIZE}: {shapes_of(a=a, b=b)}")
+    blocks = {"block_m": (block_m, a.shape[0]), "block_n": (block_n, b.shape[1]), "block_k": (block_k, a.shape[1])}
+    for name, (block, size) in blocks.items():
+        if block is None:
             continue
-        check_tensor(name, descale)
-        if q.dtype not in FP8_DTYPES:
-            raise ValueError(f"{name} is for float8 inputs, and q is {q.dtype}")
-        if descale.dtype != torch.float32:
-            raise TypeError(f"Unsupported dtype: {name} is {descale.dtype}, allowed is float32")
-        batch_size = lengths.num_samples(q)
-        shape = (batch_size, k.shape[1] if k.ndim == 4 else 1)
-        if not same_sizes(descale.shape, shape):
-            raise ValueError(f"{name} must have shape {shape}, (batch size, key/value heads), got "
-                             f"{tuple(descale.shape)}")
-        if descale.device != q.device:
-            raise ValueError(f"{name} must be on the same device as q ({q.device}), got {descale.device}")
-    return tuple(x if x is None else x.contiguous() for x in descales.values())
+        limit = max(16, (size + 15) // 16 * 16)
+        if type(block) is not int or not 16 <= block <= limit or block & (block - 1):
+            raise ValueError(f"{name} must be a power of two from 16 to {limit}, the dimension {size} rounded up to a "
+                             f"multiple of 16, got {shown(block)}")
+    if None not in (block_m, block_n, block_k):
+        check_tile(a.dtype, block_m=block_m, block_n=block_n)
+        check_tile(a.dtype, block_m=block_m, block_k=block_k)
+        check_tile(a.dtype, block_n=block_n, block_k=block_k)
+
+
+def check_tile(dtype, **blocks):
+    """ValueError if a tile of two blocks is more than registers hold, and more than a compiler is done with in time."""
+    (name1, block1), (name2, block2) = blocks.items()
+    limit = MAX_TILE // (4 if dtype == torch.float32 else 1)
+    if block1 * block2 > limit:
+        raise ValueError(f"{name1} times {name2} must not exceed {limit} in {dtype}, got {block1} and {block2}")

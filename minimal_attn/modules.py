@@ -11,14 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .attention import BACKENDS, flash_attention
-from .checks import MAX_HEAD_DIM, autocast, check_dropout_p, check_options, check_tensor, is_known, shown
+from .attention import BACKENDS, attend, fast_path
+from .checks import (NO_WINDOW, autocast, check_attn_bias, check_choice, check_head_dim, check_number, check_tensor,
+                     check_window_size, is_known)
 from .distributed.attention import context_parallel_attention
 from .distributed.layout import shards_of
-from .lengths import NO_WINDOW, check_window_size, of_self_attention
-from .options import Lengths
+from .options import Lengths, Options
 from .reference.packed import check_mask, pad_input, unpad_input
-from .reference.scores import check_attn_bias, without_repeats
+from .reference.scores import without_repeats
+
+NAMES = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen_q": "max_seqlen"}  # in errors
 
 
 class FlashMHA(nn.Module):
@@ -56,21 +58,17 @@ class FlashMHA(nn.Module):
         super().__init__()
         num_heads_k = num_heads if num_heads_k is None else num_heads_k
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_heads_k", num_heads_k)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+            check_number(name, size)
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
         if num_heads % num_heads_k:
             raise ValueError(f"num_heads must be a multiple of num_heads_k, got {num_heads} and {num_heads_k}")
         head_dim = embed_dim // num_heads
-        if head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"Unsupported head_dim {head_dim} (embed_dim {embed_dim} / num_heads {num_heads}): "
-                             f"1 to {MAX_HEAD_DIM} is supported")
-        dropout = check_dropout_p(dropout, "dropout")
-        check_options(causal, None)
+        check_head_dim(head_dim, f" (embed_dim {embed_dim} / num_heads {num_heads})")
+        dropout = float(check_number("dropout_p", dropout, {"dropout_p": "dropout"}))
+        check_number("causal", causal)
         check_window_size(window_size)
-        if backend not in ("auto", *BACKENDS):
-            raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+        check_choice("backend", backend, ("auto", *BACKENDS))
         if context_parallel_group is not None:
             shards_of(context_parallel_group, "zigzag")
         self.context_parallel_group = context_parallel_group
@@ -96,12 +94,11 @@ class FlashMHA(nn.Module):
         """
         if type(mha) is not nn.MultiheadAttention:
             raise TypeError(f"mha must be a torch.nn.MultiheadAttention, got {type(mha).__name__}")
-        for name, size in (("kdim", mha.kdim), ("vdim", mha.vdim)):
-            if size != mha.embed_dim:
-                raise ValueError(f"from_torch: {name} must be embed_dim, got {size} and {mha.embed_dim}")
-        for name, given in (("add_bias_kv", mha.bias_k is not None), ("add_zero_attn", mha.add_zero_attn)):
-            if given:
-                raise ValueError(f"from_torch: {name} is not supported")
+        others = {"kdim": mha.kdim != mha.embed_dim, "vdim": mha.vdim != mha.embed_dim,
+                  "add_bias_kv": mha.bias_k is not None, "add_zero_attn": mha.add_zero_attn}
+        if given := [name for name, is_given in others.items() if is_given]:
+            raise ValueError(f"from_torch: {given[0]} is not supported: a kdim or vdim other than embed_dim, add_bias_kv "
+                             f"and add_zero_attn are not, got {mha}")
         if not mha.batch_first:  # an input of the wrong layout would give wrong results, and no error
             warnings.warn("from_torch: mha has batch_first=False and takes (S, B, E), but FlashMHA takes and gives "
                           "(B, S, E): swap the first two dimensions; to silence this warning, set mha.batch_first = "
@@ -193,28 +190,26 @@ class FlashMHA(nn.Module):
         sizes = self.num_heads, self.num_heads_k, self.num_heads_k
         # Views of the projection's result (B, S, H + 2·Hk, D): flash_attention reads them by their strides.
         qkv = self.Wqkv(x).unflatten(-1, (sum(sizes), self.head_dim)).transpose(-2, -3)
-        options = {"window_size": self.window_size, "backend": self.backend}
-        if self.training and self.dropout > 0:
-            options["dropout_p"] = self.dropout
+        dropout_p = self.dropout if self.training else 0
         if self.context_parallel_group is not None:
             q, k, v = (qkv if cu_seqlens is None else qkv.unsqueeze(0)).split(sizes, dim=1)
             out = context_parallel_attention(q, k, v, self.context_parallel_group, causal=self.causal,
-                                             cu_seqlens=cu_seqlens, **options)
+                                             cu_seqlens=cu_seqlens, window_size=self.window_size,
+                                             backend=self.backend, dropout_p=dropout_p)
             return self._projected(out, x)
-        if cu_seqlens is None:
-            options["seq_lens"] = seq_lens
-        else:
-            qkv = qkv.unsqueeze(0)
-            options |= dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen,
-                            max_seqlen_k=max_seqlen)
-        q, k, v = qkv.split(sizes, dim=1)
+        q, k, v = (qkv if cu_seqlens is None else qkv.unsqueeze(0)).split(sizes, dim=1)
+        check_number("max_seqlen_q", max_seqlen, NAMES)
         if attn_mask is not None:
             attn_mask = check_attn_bias(autocast(q, attn_mask)[1], q, k, Lengths(), "attn_mask")
-            options["attn_bias"] = _without_padding(attn_mask, key_padding_mask)
-        try:
-            out = flash_attention(q, k, v, self.causal, **options)
-        except (TypeError, ValueError) as error:
-            raise of_self_attention(error) from None
+            attn_mask = _without_padding(attn_mask, key_padding_mask)
+        out = None
+        if seq_lens is attn_mask is None:
+            out = fast_path(q, k, v, self.causal, None, False, False, False, self.window_size,
+                            (cu_seqlens, cu_seqlens, None, None), None, dropout_p, 0, self.backend)
+        if out is None:
+            given = Options(cu_seqlens, cu_seqlens, attn_bias=attn_mask, softmax_scale=None, dropout_p=dropout_p,
+                            return_lse=False)
+            out = attend(q, k, v, given, self.causal, self.window_size, self.backend, seq_lens, names=NAMES)
         out = self._projected(out, x)
         return out if key_padding_mask is None else out.masked_fill(~key_padding_mask[..., None], 0)
 

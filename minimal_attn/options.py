@@ -48,11 +48,11 @@ class Lengths(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The one table of options: the arguments of a call beside q, k and v, once they are checked.
+    """The one table of options: the arguments of a call beside q, k and v. A caller's become checked ones in checks.py.
 
-    The first 13 are the arguments of every op after q, k and v, in the order of OPTIONS in csrc/ops/params.h. The ops of
-    csrc also take deterministic, and those of triton_ref autotune and the descales. Every backend gets all options and
-    takes those that it knows. An option is added here, with its check in checks.py.
+    The first 13 are the arguments of every op after q, k and v, as OPTIONS in csrc/ops/params.h. The ops of csrc also
+    take deterministic, and those of triton_ref autotune and the descales. Every backend gets all options and takes
+    those that it knows.
     """
 
     cu_seqlens_q: Tensor | None = None  # the first four are Lengths
@@ -105,6 +105,16 @@ class Options(NamedTuple):
     def tensors(self):
         """The tensors among these options."""
         return [x for x in self if isinstance(x, Tensor)]
+
+    @property
+    def floats(self):
+        """The tensors among these options that may have derivatives, by their names."""
+        return {name: x for name, x in zip(self._fields[4:], self[4:]) if isinstance(x, Tensor) and x.is_floating_point()}
+
+    @property
+    def differentiable(self):
+        """The options that have gradients, or None for each that is not given."""
+        return tuple(getattr(self, name) for name in DIFFERENTIABLE)
 
     def with_lengths(self, lengths):
         return self._replace(**lengths._asdict())

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.runtime.errors import OutOfResources
 
-from minimal_attn.checks import (FP8_DTYPES, MAX_HEAD_DIM, TWIN_DTYPES, check_fp8, check_no_derivative, check_options,
+from minimal_attn.checks import (FP8_DTYPES, MAX_HEAD_DIM, TWIN_DTYPES, check_fp8, check_no_derivative, check_number,
                                  check_qkv, check_tile)
 from minimal_attn.flash_attn import flash_attn_func as minimal_flash_attn_func
 from minimal_attn.options import Options
@@ -42,7 +42,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM
             the driver's; otherwise as flash_attention.
     """
     check_qkv(q, k, v, TWIN_DTYPES)
-    check_options(causal, sm_scale)
+    check_number("causal", causal)
+    check_number("sm_scale", sm_scale)
     if q.ndim != 4:
         raise ValueError(f"attention: q, k and v must be (B, H, S, D), got {tuple(q.shape)}")
     if v.shape != k.shape:

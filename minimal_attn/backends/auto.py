@@ -10,21 +10,18 @@ import torch
 
 from .. import _build
 from .._build import assume_constant_result
-from ..checks import FP8_DTYPES, check_tensor, is_transformed, wants_gradient
+from ..checks import FP8_DTYPES, is_transformed, wants_gradient
 from ..options import warn
 from . import triton
 
 
-def auto_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None,
-                 attn_bias: torch.Tensor | None = None) -> str:
-    """The name of the backend that serves a call with backend="auto", of inputs that are not checked yet."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
+def auto_backend(q: torch.Tensor, *others: torch.Tensor | None) -> str:
+    """The name of the backend that serves a call with backend="auto". others: what else may want a gradient."""
     if not q.is_cuda:
         return "torch"
     if q.dtype in FP8_DTYPES:
         return "triton"
-    if is_transformed() and any(map(wants_gradient, (q, k, v, sinks, attn_bias))):
+    if is_transformed() and any(map(wants_gradient, (q, *others))):
         return "torch"
     return _first_available()
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _build
-from ..checks import holds, is_eager, shown, wants_gradient
-from ..lengths import NO_WINDOW
-from ..options import OF_OP, Backend, Lengths, warn
+from ..checks import check_choice, holds, is_eager, wants_gradient
+from ..options import OF_OP, Backend, warn
 from ..reference.definition import DTYPES
 from ..reference.pages import over_gathered
 
@@ -26,16 +25,6 @@ def _load_ops():
 
 
 _fast_forward = None  # of csrc/binding/fast_path.cpp, once it is loaded
-NO_LENGTHS = Lengths()
-
-
-def fast_path(q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size=NO_WINDOW,
-              lengths=NO_LENGTHS, sinks=None):
-    """The result of an everyday call on CUDA tensors, straight from C++, or None for all others."""
-    if torch.compiler.is_compiling() or _fast_forward is None:
-        return None
-    return _fast_forward(_warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size,
-                         lengths, sinks)
 
 
 @functools.cache  # once a reason
@@ -56,7 +45,7 @@ def _forward(q, k, v, options):
                 _warn_slow(choice[1])
         return torch.ops.minimal_attn.flash_forward(*inputs)  # tensors alone, not why it is slow
     library = _build.load()
-    needs_grad = any(map(wants_gradient, (q, k, v, options.sinks, options.attn_bias)))
+    needs_grad = any(map(wants_gradient, (q, k, v, *options.differentiable)))
     attend = library.differentiable_forward if needs_grad else library.flash_forward
     out, lse, slow_because = attend(*inputs)
     if slow_because:
@@ -125,7 +114,7 @@ def _backward(dout, q, k, v, out, lse, options):
 BACKEND = Backend(_forward, DTYPES, False, _why_not, _forward_cached, _append, _backward)
 
 
-def kernel_of(q, k, v, has_dropout, has_sinks, has_scores, attn_bias, is_packed):
+def kernel_of(q, k, v, options):
     """attention.which_kernel of checked arguments."""
     if (why_not := _why_not(q.device)) is not None:
         raise why_not
@@ -136,10 +125,12 @@ def kernel_of(q, k, v, has_dropout, has_sinks, has_scores, attn_bias, is_packed)
     # A last dimension that is not contiguous is copied, to rows that are aligned as far as head_dim allows: such a
     # tensor is made here too.
     q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
-    if is_packed:  # whose samples have no stride
+    if options.lengths.is_packed:  # whose samples have no stride
         q, k, v = (x[0].unsqueeze(0) for x in (q, k, v))
-    choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), has_dropout,
-                                        has_sinks=has_sinks, has_scores=has_scores, attn_bias=attn_bias)
+    choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)),
+                                        options.dropout_p > 0, has_sinks=options.sinks is not None,
+                                        has_scores=options.softcap > 0 or options.alibi_slopes is not None,
+                                        attn_bias=options.attn_bias)
     if choice is None:
         raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
     return choice[0]
@@ -166,9 +157,7 @@ class force_kernel:
     """
 
     def __init__(self, kernel: str | None):
-        if kernel not in (None, *_build.GPU_KERNELS):
-            names = ", ".join(map(repr, _build.GPU_KERNELS))
-            raise ValueError(f"unknown kernel {shown(kernel)}: None or one of {names}")
+        check_choice("kernel", kernel, (None, *_build.GPU_KERNELS))
         self._kernel = kernel
         self._before = _build.load().force_kernel(kernel)
 

@@ -65,8 +65,8 @@ def _backward_shapes(dout, dlse, q, k, v, out, lse, *given):
     need_dq, need_dkv, *need_others = (*needed, *NEEDED[len(needed):])  # the dispatcher drops defaults
     like = [empty_like(x) if is_needed else x.new_empty(0)
             for x, is_needed in ((q, need_dq), (k, need_dkv), (v, need_dkv))]
-    return *like, *(x.new_empty(x.shape) if is_needed else lse.new_empty(0) for x, is_needed in zip(
-        (getattr(options, name) for name in DIFFERENTIABLE), need_others))
+    return *like, *(x.new_empty(x.shape) if is_needed else lse.new_empty(0)
+                    for x, is_needed in zip(options.differentiable, need_others))
 
 
 def register(forward, backward, run, backend):

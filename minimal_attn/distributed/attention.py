@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .._build import not_compiled
 from ..attention import BACKENDS, backend_name, flash_attention
-from ..checks import (FP8_DTYPES, autocast, check_dropout_p, check_dropout_seed, check_no_derivative, check_options,
-                      check_qkv, check_sinks, check_sizes, check_tensor, is_transformed, shown)
-from ..lengths import NO_WINDOW, check_window_size
+from ..checks import (FP8_DTYPES, NO_WINDOW, autocast, check_alibi_slopes, check_choice, check_dropout_p,
+                      check_dropout_seed, check_dtype, check_no_derivative, check_number, check_qkv, check_sinks,
+                      check_sizes, check_softcap, check_tensor, check_tensor_of, check_window_size, is_transformed,
+                      shown)
 from ..options import Lengths, Options
 from ..reference.dropout import seed_with_origins
-from ..reference.scores import check_alibi_slopes, check_softcap
 from .all_gather import AllGatherAttention
 from .layout import check_seqlen, shards_of, spans_nodes
 from .local import Attention
@@ -92,10 +92,13 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
     """
     shards = shards_of(group, layout)
     q, k, v = autocast(q, k, v)
-    dropout_p, softcap = check_dropout_p(dropout_p), check_softcap(softcap)
+    check_qkv(q, k, v)
     chosen = BACKENDS[backend_name(backend, q, k, v, sinks)]
-    check_qkv(q, k, v, tuple(dtype for dtype in chosen.dtypes if dtype not in FP8_DTYPES))
-    check_options(causal, sm_scale, deterministic=deterministic)
+    check_dtype(q, tuple(dtype for dtype in chosen.dtypes if dtype not in FP8_DTYPES))
+    check_number("causal", causal)
+    check_number("deterministic", deterministic)
+    check_number("sm_scale", sm_scale)
+    dropout_p, softcap = check_dropout_p(dropout_p), check_softcap(softcap)
     if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not
     check_shards(q, k, shards)
@@ -169,7 +172,7 @@ def check_shards(q, k, shards):
     if q.shape[2] % shards.chunks_per_rank:
         raise ValueError("the zigzag layout has two chunks of one length on each rank, so that T is even, got "
                          f"{q.shape[2]} rows: minimal_attn.distributed.shard pads them")
-    check_sizes(q, shards.size * k.shape[2], shapes)
+    check_sizes(q, shards.size * k.shape[2])
 
 
 def check_documents(cu_seqlens, seqlen, q, total):
@@ -182,18 +185,14 @@ def check_documents(cu_seqlens, seqlen, q, total):
     if seqlen is not None:
         raise ValueError("seqlen cannot be given together with cu_seqlens, whose last entry says it")
     check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.device not in (q.device, torch.device("cpu")):
-        raise ValueError(f"cu_seqlens must be on the CPU or on q's device ({q.device}), got {cu_seqlens.device}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
-        raise ValueError(f"cu_seqlens must have shape (N + 1,), with N at least 1, got {tuple(cu_seqlens.shape)}")
+    on_cpu = cu_seqlens.device.type == "cpu"
+    check_tensor_of("cu_seqlens", cu_seqlens, cu_seqlens.device if on_cpu else q.device)
     if q.shape[0] != 1:
         raise ValueError(f"with cu_seqlens, q, k and v must be packed, (1, H, T, D), got q {tuple(q.shape)}")
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > total:
-        raise ValueError(f"cu_seqlens must start at 0 and ascend up to at most {total}, the rows of all ranks, got "
-                         f"{shown(bounds)}")
+    if len(bounds) < 2 or bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > total:
+        raise ValueError(f"cu_seqlens must start at 0 and ascend up to at most {total}, the rows of all ranks, in at "
+                         f"least two entries, got {shown(bounds)}")
     return tuple(Document(begin, end, number) for number, (begin, end) in enumerate(zip(bounds, bounds[1:]))
                  if begin < end)
 
@@ -209,8 +208,7 @@ def check_global_window(window_size, causal, documents):
 def check_method(method, q, k, v, shards, alibi_slopes, window):
     """The method that a caller's means; ValueError if it means none or the heads do not allow it, NotImplementedError
     if it has no ALiBi."""
-    if method not in ("auto", *METHODS):
-        raise ValueError(f"unknown method {shown(method)}: 'auto' or one of {', '.join(map(repr, METHODS))}")
+    check_choice("method", method, ("auto", *METHODS))
     heads, heads_k = q.shape[1], k.shape[1]
     divides = heads_k % shards.size == 0  # and so it divides H
     has_slopes, is_causal = alibi_slopes is not None, window[1] == 0

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import check_tensor, is_int, shown, wants_gradient
+from ..checks import check_choice, check_tensor, check_tensor_of, is_int, shown, wants_gradient
 
 LAYOUTS = "zigzag", "contiguous"
 
@@ -103,8 +103,7 @@ def shards_of(group, layout):
         raise ValueError("this process is not a member of the group")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {shown(group)}")
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {shown(layout)}: one of {', '.join(map(repr, LAYOUTS))}")
+    check_choice("layout", layout, LAYOUTS)
     return Shards(group, dist.get_rank(group), dist.get_world_size(group), layout)
 
 
@@ -219,10 +218,7 @@ def shard_labels(tokens: Tensor, group: "dist.ProcessGroup | None" = None, layou
         As shard; also TypeError for tokens that are not int64, ValueError for those that are not 2D.
     """
     check_tensor("tokens", tokens)
-    if tokens.dtype != torch.int64:
-        raise TypeError(f"tokens must be int64, got {tokens.dtype}")
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens must be 2D, (B, S), got {tokens.ndim} dimensions")
+    check_tensor_of("tokens", tokens, tokens.device)
     return shard(pad(tokens[:, 1:], (0, 1), value=ignore_index), group, 1, layout, ignore_index)
 
 

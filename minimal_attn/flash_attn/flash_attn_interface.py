@@ -7,7 +7,7 @@ For code that imports flash-attn by these names. Read next: bert_padding.py; ins
 
 from torch import Tensor
 
-from ..lengths import NO_WINDOW
+from ..checks import NO_WINDOW
 from . import kvcache
 from .functions import (Result, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func,
                         flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func)

@@ -5,20 +5,25 @@ fa_version tune kernels of theirs and change nothing here, and neither does num_
 next: kvcache.py, those of caches; ../reference/packed.py, packed batches.
 """
 
-import functools
 import inspect
-import re
 
 from torch import Tensor
 
-from ..attention import checked_attention, is_zero
-from ..backends.cuda import NO_LENGTHS, fast_path
-from ..caches import attention_with_kvcache
-from ..checks import autocast, check_dropout_p, check_tensor, out_dtype, reworded, same_sizes, shown, wants_gradient
-from ..lengths import NO_WINDOW, check_int32, check_max_seqlen, of_self_attention
-from ..options import Lengths
+from ..attention import attend, fast_path
+from ..caches import attend_cached
+from ..checks import (NO_WINDOW, autocast, check_dropout_p, check_number, check_tensor, check_tensor_of, out_dtype,
+                      same_sizes, shown, wants_gradient)
+from ..options import Append, Cache, Options
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
+# What errors call arguments and functions, as in checks.py. _names are those of a function that calls another one.
+NAMES = {name: {"function": name, "sm_scale": "softmax_scale"} for name in (
+    "flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")}
+NO_LENGTHS = (None,) * 4
+NAMES["flash_attn_varlen_qkvpacked_func"] |= {
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens"),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")}
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softmax_scale: float | None = None,
@@ -30,7 +35,8 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
                     qv: Tensor | None = None, attention_chunk: int = 0, num_splits: int = 0,
                     pack_gqa: bool | None = None, sm_margin: int = 0, fa_version: int | None = None,
                     score_mod: None = None, mask_mod: None = None, aux_tensors: None = None,
-                    dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
+                    dropout_seed: Tensor | None = None, backend: str = "auto",
+                    _names: dict = NAMES["flash_attn_func"]) -> Result:
     """flash_attention with the signature and the layout of flash-attn (flash_attn.flash_attn_func).
 
     Args:
@@ -57,26 +63,24 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
         NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
     """
     if not (score_mod is mask_mod is aux_tensors is None):
-        refuse("flash_attn_func", score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
-    return_lse = return_lse or return_softmax_lse
+        refuse(_names, score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
+    return_lse = return_lse or return_softmax_lse or return_attn_probs
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
-        sinks = one_of("flash_attn_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
-    if (is_zero(dropout_p) and is_zero(softcap) and alibi_slopes is out is q_descale is k_descale is v_descale is qv
-            is None and attention_chunk == 0 and (backend == "auto" or backend == "cuda")
-            and isinstance(deterministic, bool)):
-        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse or return_attn_probs, deterministic,
-                           window_size, NO_LENGTHS, sinks)
+        sinks = one_of(_names, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
+    if alibi_slopes is out is q_descale is k_descale is v_descale is qv is None and attention_chunk == 0:
+        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size, NO_LENGTHS,
+                           sinks, dropout_p, softcap, backend)
         if result is not None:
             return (*result, None) if return_attn_probs else result
-    refuse("flash_attn_func", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
+    refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
            attention_chunk=attention_chunk)
-    check_layout("flash_attn_func", "(B, S, H, D)", q=q, k=k, v=v)
-    check_out(out, _result_dtype(q), q, k, v, sinks)
-    result = checked_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, softmax_scale,
-                               dropout_p, dropout_seed, deterministic, return_lse or return_attn_probs, backend,
-                               window_size=window_size, sinks=sinks, softcap=softcap, alibi_slopes=alibi_slopes,
-                               scale_name="softmax_scale")
+    check_layout(_names, "(B, S, H, D)", q=q, k=k, v=v)
+    check_out(out, None, q, k, v, sinks)
+    given = Options(sinks=sinks, alibi_slopes=alibi_slopes, softmax_scale=softmax_scale, softcap=softcap,
+                    dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse)
+    result = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), given, causal, window_size, backend,
+                    names=_names)
     o, *lse = result if isinstance(result, tuple) else (result,)
     return returned(o.transpose(1, 2), lse, out, return_attn_probs)
 
@@ -98,7 +102,8 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
                            fa_version: int | None = None, score_mod: None = None, mask_mod: None = None,
                            aux_tensors: None = None, dynamic_causal: bool | None = None,
                            min_seqlen_k: int | None = None, gather_kv_indices: Tensor | None = None,
-                           dropout_seed: Tensor | None = None, backend: str = "auto") -> Result:
+                           dropout_seed: Tensor | None = None, backend: str = "auto",
+                           _names: dict = NAMES["flash_attn_varlen_func"]) -> Result:
     """Attention of a packed batch, whose samples lie one after the other (flash_attn.flash_attn_varlen_func).
 
     Args:
@@ -121,168 +126,140 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
         NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
     """
     if not (score_mod is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k is gather_kv_indices is None):
-        refuse("flash_attn_varlen_func", score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors,
+        refuse(_names, score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors,
                dynamic_causal=dynamic_causal, min_seqlen_k=min_seqlen_k, gather_kv_indices=gather_kv_indices)
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
-        sinks = one_of("flash_attn_varlen_func", s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
-    check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+        sinks = one_of(_names, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
+    check_number("max_seqlen_q", max_seqlen_q, _names)
+    check_number("max_seqlen_k", max_seqlen_k, _names)
     return_lse = return_lse or return_softmax_lse or return_attn_probs
-    if (is_zero(dropout_p) and is_zero(softcap) and alibi_slopes is block_table is page_table is out is q_descale
-            is k_descale is v_descale is qv is None and attention_chunk == 0
-            and (backend == "auto" or backend == "cuda") and isinstance(deterministic, bool)):
-        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size, lengths,
-                           sinks)
+    if (alibi_slopes is block_table is page_table is out is q_descale is k_descale is v_descale is qv is None
+            and attention_chunk == 0):
+        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size,
+                           (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
         if result is not None:
             return (*result, None) if return_attn_probs else result
-    refuse("flash_attn_varlen_func", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
+    refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
            attention_chunk=attention_chunk)
     if cu_seqlens_q is None:
-        raise ValueError("flash_attn_varlen_func: cu_seqlens_q must be given; flash_attn_func takes batches without it")
+        raise ValueError(f"{_names['function']}: {_names.get('cu_seqlens_q', 'cu_seqlens_q')} must be given; "
+                         "flash_attn_func takes batches without it")
+    given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, None, softmax_scale, softcap,
+                    dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse)
     if block_table is not None or page_table is not None:
-        return _attend_pages(q, k, v, block_table, page_table, cu_seqlens_k, seqused_k, dropout_p, return_attn_probs,
-                             cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, seqused_q=seqused_q,
-                             softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-                             sinks=sinks, alibi_slopes=alibi_slopes, num_splits=num_splits, return_lse=return_lse,
-                             backend=backend, out=out)
+        return _attend_pages(_names, q, k, v, given, block_table, page_table, max_seqlen_q, num_splits, out,
+                             return_attn_probs, causal, window_size, backend)
     if cu_seqlens_k is None and seqused_k is not None:
-        raise ValueError("flash_attn_varlen_func: seqused_k without cu_seqlens_k needs a page table: give block_table, "
+        raise ValueError(f"{_names['function']}: seqused_k without cu_seqlens_k needs a page table: give block_table, "
                          "or cu_seqlens_k, which says where the keys of a sample begin")
-    check_layout("flash_attn_varlen_func", "(T, H, D)", q=q, k=k, v=v)
-    check_out(out, _result_dtype(q), q, k, v, sinks)
-    result = checked_attention(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), causal, softmax_scale, dropout_p,
-                               dropout_seed, deterministic, return_lse, backend, window_size=window_size,
-                               lengths=Lengths(*lengths), max_seqlen_k=max_seqlen_k, sinks=sinks, softcap=softcap,
-                               alibi_slopes=alibi_slopes, scale_name="softmax_scale")
+    check_layout(_names, "(T, H, D)", q=q, k=k, v=v)
+    check_out(out, None, q, k, v, sinks)
+    result = attend(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), given, causal, window_size, backend,
+                    max_seqlen_k=max_seqlen_k, names=_names)
     o, *lse = (x[0] for x in (result if isinstance(result, tuple) else (result,)))
     return returned(o.transpose(0, 1), lse, out, return_attn_probs)
 
 
-def _of_parts(whole):
-    """Decorator of a function that calls `whole` with parts of packed tensors and passes **keywords on.
+def _parameters(function, *hidden):
+    return [x for x in inspect.signature(function).parameters.values() if x.name not in hidden]
 
-    Its signature, which clients inspect, has the keyword-only arguments of `whole`, and errors speak of its own name.
-    """
-    keywords = [x for x in inspect.signature(whole).parameters.values() if x.kind == x.KEYWORD_ONLY]
 
+def _passes_on_to(whole, *replaced):
+    """Decorator of a function that passes its *args and **keywords on to `whole`. Its signature, which help() and
+    clients read, lists them: those of `whole` without the replaced ones."""
     def decorate(function):
-        @functools.wraps(function)
-        def wrapper(*args, **kwargs):
-            try:
-                return function(*args, **kwargs)
-            except (TypeError, ValueError, NotImplementedError) as error:
-                raise reworded(error, str(error).replace(whole.__name__, function.__name__)) from None
-
-        signature = inspect.signature(function)
-        own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
-        wrapper.__signature__ = signature.replace(parameters=[*own, *keywords])
-        return wrapper
+        parameters = *_parameters(function, "args", "keywords"), *_parameters(whole, "_names", *replaced)
+        function.__signature__ = inspect.Signature(parameters, return_annotation=Result)
+        return function
 
     return decorate
 
 
-@_of_parts(flash_attn_func)
-def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0, softmax_scale: float | None = None,
-                              causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
-                              alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                              return_attn_probs: bool = False, **keywords) -> Result:
+for _whole in (flash_attn_func, flash_attn_varlen_func):
+    _whole.__signature__ = inspect.Signature(_parameters(_whole, "_names"), return_annotation=Result)
+OF_QKV, OF_VARLEN = ("q", "k", "v"), ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table")
+
+
+@_passes_on_to(flash_attn_func, *OF_QKV)
+def flash_attn_qkvpacked_func(qkv: Tensor, *args, **keywords) -> Result:
     """flash_attn_func of qkv (B, S, 3, H, D), which holds q, k and v; none is copied. All else as there."""
-    q, k, v = _parts("flash_attn_qkvpacked_func", "(B, S, 3, H, D)", qkv=qkv)
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-                           deterministic, return_attn_probs, **keywords)
+    names = NAMES["flash_attn_qkvpacked_func"]
+    q, k, v = _parts(names, "(B, S, 3, H, D)", 3, qkv=qkv)
+    return flash_attn_func(q, k, v, *args, **keywords, _names=names)
 
 
-@_of_parts(flash_attn_func)
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0, softmax_scale: float | None = None,
-                             causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
-                             alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                             return_attn_probs: bool = False, **keywords) -> Result:
+@_passes_on_to(flash_attn_func, *OF_QKV)
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **keywords) -> Result:
     """flash_attn_func of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), which holds k and v; none is copied. All else as
     there."""
-    k, v = _parts("flash_attn_kvpacked_func", "(B, S, 2, H, D)", kv=kv)
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-                           deterministic, return_attn_probs, **keywords)
+    names = NAMES["flash_attn_kvpacked_func"]
+    k, v = _parts(names, "(B, S, 2, H, D)", 2, kv=kv)
+    return flash_attn_func(q, k, v, *args, **keywords, _names=names)
 
 
-@_of_parts(flash_attn_varlen_func)
-def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor | None = None,
-                                     dropout_p: float = 0, softmax_scale: float | None = None, causal: bool = False,
-                                     window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
-                                     alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                                     return_attn_probs: bool = False, **keywords) -> Result:
+@_passes_on_to(flash_attn_varlen_func, *OF_VARLEN, "max_seqlen_q", "max_seqlen_k")
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor | None = None, *args,
+                                     **keywords) -> Result:
     """flash_attn_varlen_func of qkv (T, 3, H, D), which holds q, k and v; none is copied. All else as there."""
-    q, k, v = _parts("flash_attn_varlen_qkvpacked_func", "(T, 3, H, D)", qkv=qkv)
-    try:
-        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p,
-                                      softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                                      return_attn_probs, **keywords)
-    except (TypeError, ValueError) as error:
-        raise of_self_attention(error) from None
+    names = NAMES["flash_attn_varlen_qkvpacked_func"]
+    q, k, v = _parts(names, "(T, 3, H, D)", 3, qkv=qkv)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **keywords,
+                                  _names=names)
 
 
-@_of_parts(flash_attn_varlen_func)
-def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-                                    max_seqlen_q: int | Tensor | None = None, max_seqlen_k: int | Tensor | None = None,
-                                    dropout_p: float = 0, softmax_scale: float | None = None, causal: bool = False,
-                                    window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
-                                    alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                                    return_attn_probs: bool = False, **keywords) -> Result:
+@_passes_on_to(flash_attn_varlen_func, *OF_VARLEN)
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *args,
+                                    **keywords) -> Result:
     """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hk, D), which holds k and v; none is copied. All else as
     there."""
-    k, v = _parts("flash_attn_varlen_kvpacked_func", "(T, 2, H, D)", kv=kv)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-                                  softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                                  return_attn_probs, **keywords)
+    names = NAMES["flash_attn_varlen_kvpacked_func"]
+    k, v = _parts(names, "(T, 2, H, D)", 2, kv=kv)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *args, **keywords, _names=names)
 
 
-def refuse(function, **arguments):
+def refuse(names, **arguments):
     """NotImplementedError for the first argument that is not its default, None or 0."""
     for name, value in arguments.items():
         if not (value is None or isinstance(value, (int, float)) and value == 0):
-            raise NotImplementedError(f"{function}: {name} is not supported yet, only its default is")
+            raise NotImplementedError(f"{names['function']}: {name} is not supported yet, only its default is")
 
 
-def one_of(function, **arguments):
+def one_of(names, **arguments):
     """The value of the one argument that is given, or None; TypeError if several are."""
     given = {name: value for name, value in arguments.items() if value is not None}
     if len(given) > 1:
-        raise TypeError(f"{function}: {' and '.join(given)} are names of the same argument, give one of them")
+        raise TypeError(f"{names['function']}: {' and '.join(given)} are names of the same argument, give one of them")
     return next(iter(given.values()), None)
 
 
-def check_layout(function, layout, **tensors):
+def check_layout(names, layout, num_parts=None, **tensors):
+    """TypeError unless these are dense tensors, ValueError unless they have so many dimensions, the third one from the
+    end of num_parts."""
     for name, x in tensors.items():
         check_tensor(name, x)
-        if x.ndim != layout.count(",") + 1:
-            raise ValueError(f"{function}: {name} must be {layout}, got {tuple(x.shape)}")
+        if x.ndim != layout.count(",") + 1 or num_parts and x.shape[-3] != num_parts:
+            raise ValueError(f"{names['function']}: {name} must be {layout}, got {tuple(x.shape)}")
 
 
-def _parts(function, layout, **tensor):
+def _parts(names, layout, num_parts, **tensor):
     """The parts of a tensor of that layout, whose third dimension from the end numbers them."""
-    check_layout(function, layout, **tensor)
-    (name, x), = tensor.items()
-    if x.shape[-3] != (3 if name == "qkv" else 2):
-        raise ValueError(f"{function}: {name} must be {layout}, got {tuple(x.shape)}")
+    check_layout(names, layout, num_parts, **tensor)
+    x, = tensor.values()
     return x.unbind(-3)
 
 
 def check_out(out, dtype, q, k, v, sinks):
-    """ValueError unless out is None or can take the result, which has this dtype."""
+    """ValueError unless out is None or can take the result, which has this dtype, or that of attend if it is None."""
     if out is None:
         return
     check_tensor("out", out)
+    dtype = out_dtype(autocast(q.new_empty(0))[0].dtype) if dtype is None else dtype
     shape = *q.shape[:-1], v.shape[-1]
     if (out.dtype, out.device) != (dtype, q.device) or not same_sizes(out.shape, shape):
         raise ValueError(f"out must be {dtype} of shape {shape} on {q.device}, got {shown(out)} on {out.device}")
     if any(map(wants_gradient, (q, k, v, sinks, out))):
         raise ValueError("out cannot be given where gradients are wanted: call under torch.no_grad()")
-
-
-def _result_dtype(q):
-    """Dtype of the result of checked_attention."""
-    return out_dtype(autocast(q.new_empty(0))[0].dtype)
 
 
 def returned(result, lse, out, return_attn_probs):
@@ -299,39 +276,35 @@ def heads_first(x, is_packed):
     return x.transpose(0, 1)[None] if is_packed else x.transpose(1, 2)
 
 
-def _attend_pages(q, k, v, block_table, page_table, cu_seqlens_k, seqused_k, dropout_p, return_attn_probs, **options):
+def _attend_pages(names, q, k, v, given, block_table, page_table, max_seqlen_q, num_splits, out, return_attn_probs,
+                  *mask_and_backend):
     """flash_attn_varlen_func with a page table."""
-    function = "flash_attn_varlen_func"
-    names = {"k_cache": "k", "v_cache": "v", "page_table": "page_table" if block_table is None else "block_table"}
-    options["page_table"] = one_of(function, block_table=block_table, page_table=page_table)
-    check_layout(function, "(T, H, D)", q=q)
-    check_layout(function, "(num_pages, page_size, Hk, D)", k=k, v=v)
-    if check_dropout_p(dropout_p) > 0:
-        raise NotImplementedError(f"{function}: dropout_p is not supported with {names['page_table']}, only 0 is")
-    if cu_seqlens_k is not None:
-        if seqused_k is not None:
-            raise ValueError(f"{function}: cu_seqlens_k and seqused_k cannot both be given with {names['page_table']}, "
-                             "since each says how many keys a sample has")
-        check_int32("cu_seqlens_k", cu_seqlens_k, q.device)
-        seqused_k = cu_seqlens_k.diff()
+    function, of_table = names["function"], "page_table" if block_table is None else "block_table"
+    table = one_of(names, block_table=block_table, page_table=page_table)
+    check_layout(names, "(T, H, D)", q=q)
+    check_layout(names, "(num_pages, page_size, Hk, D)", k=k, v=v)
+    if check_dropout_p(given.dropout_p) > 0:
+        raise NotImplementedError(f"{function}: dropout_p is not supported with {of_table}, only 0 is")
+    names = {**names, "k_cache": "k", "v_cache": "v", "page_table": of_table}
+    if given.cu_seqlens_k is not None:
+        if given.seqused_k is not None:
+            raise ValueError(f"{function}: cu_seqlens_k and seqused_k cannot both be given with {of_table}, since each "
+                             "says how many keys a sample has")
+        check_tensor_of("cu_seqlens_k", given.cu_seqlens_k, q.device)
+        given = given._replace(cu_seqlens_k=None, seqused_k=given.cu_seqlens_k.diff())
         names["seqused_k"] = "the difference of entries of cu_seqlens_k"
-    return attend_cached(function, names, q, k, v, seqused_k, return_attn_probs, **options)
+    cache = Cache(table, num_splits=num_splits, max_seqlen_q=max_seqlen_q)
+    return attend_rows(names, q, k, v, given, cache, Append(given.seqused_k), None, None, out, return_attn_probs,
+                       *mask_and_backend)
 
 
-def attend_cached(function, names, q, k_cache, v_cache, seqused_k, return_attn_probs=False, *, cu_seqlens_q,
-                  softmax_scale, out, **options):
-    """attention_with_kvcache for a function of flash-attn, whose names of its arguments are in `names`.
-
-    q is (T, H, D) with cu_seqlens_q, else (B, Sq, H, D), and caches are (N, S, Hk, D), which is checked.
-    """
-    is_packed = cu_seqlens_q is not None
-    check_out(out, k_cache.dtype, q, k_cache, v_cache, options["sinks"])
-    try:
-        result = attention_with_kvcache(heads_first(q, is_packed), k_cache.transpose(1, 2), v_cache.transpose(1, 2),
-                                        seqused_k, cu_seqlens_q=cu_seqlens_q, sm_scale=softmax_scale, **options)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        names = {"attention_with_kvcache": function, "sm_scale": "softmax_scale", **names}
-        raise reworded(error, re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))) from None
+def attend_rows(names, q, k_cache, v_cache, given, cache, append, k, v, out, return_attn_probs, *mask_and_backend):
+    """caches.attend_cached by flash-attn's layouts: q is (T, H, D) with cu_seqlens_q, else (B, Sq, H, D), and caches
+    are (N, S, Hk, D), which is checked. mask_and_backend: causal, window_size and backend."""
+    is_packed = given.cu_seqlens_q is not None
+    check_out(out, k_cache.dtype, q, k_cache, v_cache, given.sinks)
+    result = attend_cached(heads_first(q, is_packed), k_cache.transpose(1, 2), v_cache.transpose(1, 2), given, cache,
+                           append, k, v, *mask_and_backend, names)
     o, *lse = result if isinstance(result, tuple) else (result,)
     if is_packed:
         return returned(o[0].transpose(0, 1), [x[0] for x in lse], out, return_attn_probs)

@@ -10,12 +10,14 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import KERNEL_DTYPES, check_no_derivative, check_tensor, holds, is_int, same_sizes, shown, sum_dtype
-from ..lengths import NO_WINDOW, check_int32
-from ..reference.pages import MAX_SPLITS, check_page_table
-from .functions import Result, attend_cached, check_layout, heads_first, one_of, refuse
+from ..checks import (KERNEL_DTYPES, MAX_SPLITS, NO_WINDOW, check_dtype, check_no_derivative, check_tensor,
+                      check_tensor_of, dtype_names, holds, is_int, same_sizes, shown, sum_dtype)
+from ..options import Append, Cache, Options
+from ..reference.append import check_room
+from .functions import Result, attend_rows, check_layout, heads_first, one_of, refuse
 
-NAMES = {"seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}  # here, of arguments of attention_with_kvcache
+NAMES = {"function": "flash_attn_with_kvcache", "sm_scale": "softmax_scale", "seqused_k": "cache_seqlens",
+         "leftpad_k": "cache_leftpad"}
 
 
 def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None,
@@ -65,51 +67,47 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
         NotImplementedError: an argument that is not supported yet, or an input that requires grad. Otherwise as
         attention_with_kvcache.
     """
-    function = "flash_attn_with_kvcache"
-    refuse(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+    refuse(NAMES, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
            attention_chunk=attention_chunk)
-    table = one_of(function, page_table=page_table, block_table=block_table)
-    check_layout(function, "(B, S, H, D)" if cu_seqlens_q is None else "(T, H, D)", q=q)
-    check_layout(function, "(B, S, Hk, D)" if table is None else "(num_pages, page_size, Hk, D)", k_cache=k_cache,
+    table = one_of(NAMES, page_table=page_table, block_table=block_table)
+    sinks = one_of(NAMES, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
+    names = NAMES if block_table is None else {**NAMES, "page_table": "block_table"}
+    check_layout(names, "(B, S, H, D)" if cu_seqlens_q is None else "(T, H, D)", q=q)
+    check_layout(names, "(B, S, Hk, D)" if table is None else "(num_pages, page_size, Hk, D)", k_cache=k_cache,
                  v_cache=v_cache)
-    names = {**NAMES, "page_table": "page_table" if block_table is None else "block_table"}
     is_packed = cu_seqlens_k_new is not None
-    given = {name: x for name, x in (("k", k), ("v", v)) if x is not None}
-    check_layout(function, "(T, Hk, D)" if is_packed else "(B, Sn, Hk, D)", **given)
-    if not given:
+    check_layout(names, "(T, Hk, D)" if is_packed else "(B, Sn, Hk, D)",
+                 **{name: x for name, x in (("k", k), ("v", v)) if x is not None})
+    if k is v is None:
         cu_seqlens_k_new = None  # SGLang gives it without k
     if rotary_cos is None:
         rotary_seqlens = None  # flash-attn 3's own tests give it without rotary_cos
     if is_int(cache_seqlens):
         num_new = k.shape[1] if k is not None and not is_packed else 0
-        cache_seqlens = _of_each_sample(cache_seqlens, num_new, q, k_cache, table, names["page_table"], cu_seqlens_q)
-    return attend_cached(function, names, q, k_cache, v_cache, cache_seqlens, k=heads_first(k, is_packed),
-                         v=heads_first(v, is_packed), cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos,
-                         rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
-                         page_table=table,
-                         cache_batch_idx=cache_batch_idx, leftpad_k=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
-                         max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale,
-                         window_size=NO_WINDOW if window_size is None else window_size, softcap=softcap,
-                         sinks=one_of(function, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks),
-                         alibi_slopes=alibi_slopes, num_splits=num_splits,
-                         return_lse=return_lse or return_softmax_lse, backend=backend, out=out)
+        cache_seqlens = _of_each_sample(cache_seqlens, num_new, q, k_cache, table, names, cu_seqlens_q)
+    given = Options(cu_seqlens_q, None, None, cache_seqlens, sinks, alibi_slopes, None, softmax_scale, softcap,
+                    return_lse=return_lse or return_softmax_lse)
+    cache = Cache(table, cache_batch_idx, cache_leftpad, None, num_splits, max_seqlen_q)
+    append = Append(cache_seqlens, table, cache_batch_idx, cu_seqlens_k_new, None, q, cu_seqlens_q, rotary_cos,
+                    rotary_sin, rotary_seqlens, rotary_interleaved)
+    return attend_rows(names, q, k_cache, v_cache, given, cache, append, heads_first(k, is_packed),
+                       heads_first(v, is_packed), out, False, causal, NO_WINDOW if window_size is None else window_size,
+                       backend)
 
 
-def _of_each_sample(cache_seqlens, num_new, q, k_cache, table, table_name, cu_seqlens_q):
+def _of_each_sample(cache_seqlens, num_new, q, k_cache, table, names, cu_seqlens_q):
     """Expands an int cache_seqlens to int32 (B,). ValueError unless the cache has room for so many keys of each sample
     and for num_new new ones."""
     room, batch_size = k_cache.shape[1], q.shape[0]
     if table is not None:
-        check_page_table(table, q.device, table_name)
+        check_tensor_of("page_table", table, q.device, names=names)
         room *= table.shape[1]
     if cu_seqlens_q is not None:
-        check_int32("cu_seqlens_q", cu_seqlens_q, q.device)
+        check_tensor_of("cu_seqlens_q", cu_seqlens_q, q.device)
         batch_size = max(0, cu_seqlens_q.shape[0] - 1)
     if not (holds(cache_seqlens >= 0) and holds(cache_seqlens <= room)):
         raise ValueError(f"cache_seqlens must be in 0..{room}, got {cache_seqlens}")
-    if not holds(cache_seqlens + num_new <= room):
-        raise ValueError(f"the cache has no room for the new keys: cache_seqlens is {cache_seqlens}, {num_new} are "
-                         f"new, and there is room for {room}")
+    check_room("", "cache_seqlens", cache_seqlens, num_new, room)
     return torch.full((batch_size,), cache_seqlens, dtype=torch.int32, device=q.device)
 
 
@@ -149,25 +147,18 @@ def _check_partial(out_partial, lse_partial, out, out_dtype):
     """The dtype of the result; errors as of flash_attn_combine."""
     dtypes = *KERNEL_DTYPES, torch.float64
     check_tensor("out_partial", out_partial)
-    check_tensor("lse_partial", lse_partial)
-    if out_partial.dtype not in dtypes:
-        raise TypeError(f"Unsupported dtype: out_partial is {out_partial.dtype}, allowed are float32, float16, "
-                        "bfloat16, float64")
-    if lse_partial.dtype != sum_dtype(out_partial.dtype):
-        raise TypeError(f"lse_partial must be {sum_dtype(out_partial.dtype)} for out_partial in {out_partial.dtype}, "
-                        f"got {lse_partial.dtype}")
+    check_dtype(out_partial, dtypes, "out_partial")
     if out_partial.ndim not in (4, 5) or not 1 <= out_partial.shape[0] <= MAX_SPLITS:
         raise ValueError("out_partial must be (num_splits, B, S, H, D) or (num_splits, T, H, D), with 1 to "
                          f"{MAX_SPLITS} splits, got {tuple(out_partial.shape)}")
-    if not same_sizes(lse_partial.shape, out_partial.shape[:-1]) or lse_partial.device != out_partial.device:
-        raise ValueError(f"lse_partial must have shape {tuple(out_partial.shape[:-1])} on {out_partial.device}, got "
-                         f"{tuple(lse_partial.shape)} on {lse_partial.device}")
+    check_tensor_of("lse_partial", lse_partial, out_partial.device, dtypes=(sum_dtype(out_partial.dtype),),
+                    shapes=(out_partial.shape[:-1],))
     if out is not None:
         check_tensor("out", out)
     given = out_partial.dtype if out is None else out.dtype
     dtype = given if out_dtype is None else out_dtype
     if dtype not in dtypes:
-        raise TypeError(f"out_dtype must be None or one of float32, float16, bfloat16, float64, got {shown(dtype)}")
+        raise TypeError(f"out_dtype must be None or one of {dtype_names(dtypes)}, got {shown(dtype)}")
     shape = out_partial.shape[1:]
     if out is not None and ((out.dtype, out.device) != (dtype, out_partial.device) or not same_sizes(out.shape, shape)):
         raise ValueError(f"out must be {dtype} of shape {tuple(shape)} on {out_partial.device}, got {shown(out)} on "

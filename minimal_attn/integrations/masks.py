@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from ..lengths import NO_WINDOW
+from ..checks import NO_WINDOW
 
 HINT = 'This model reads or changes its mask, or adds it to scores itself: use attn_implementation="eager" for it.'
 

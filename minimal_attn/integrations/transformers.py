@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import BACKENDS, flash_attention
-from ..checks import shown
-from ..lengths import NO_WINDOW
+from ..checks import NO_WINDOW, shown
 from .masks import Mask, can_read, cu_seqlens_of, make_mask, same_sequence
 
 # transformers treats names with these in them in a way of its own.

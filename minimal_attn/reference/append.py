@@ -4,136 +4,106 @@ Su et al., RoFormer, 2021, is where the rotation is from; flash-attn rotates key
 definition.py; ../../csrc/main.cpp.
 """
 
-import re
-
 import torch
 from torch import Tensor
 
-from ..checks import (MAX_HEAD_DIM, can_read, check_alike, check_tensor, empty_like, holds, is_eager, is_known, is_over,
-                      reworded, same_sizes, shown, sum_dtype)
-from ..lengths import check_int32, check_per_sample
+from ..checks import (OWN, can_read, check_alike, check_head_dim, check_number, check_tensor_of, empty_like, holds,
+                      is_eager, is_known, same_sizes, shapes_of, sum_dtype)
 from ..options import Append, Cache, Lengths, schema_of
 from .packed import begins_and_lengths, places_of_rows
-from .pages import capacity_of, check_fit, check_last_dimension, check_sequences
+from .pages import capacity_of, check_fit, check_rows, check_sequences
 
 ROTARY_STEP = 16  # rotary_dim is a multiple of it, as in flash-attn
 
 
-def check_append(k, v, k_cache, v_cache, append, dtypes):
+def check_append(k, v, k_cache, v_cache, append, names=OWN):
     """Raise unless the rows k (B, Hk, Sn, D), or packed (1, Hk, T, D), and v fit into the caches, and the rest of
     append fits them. append.q is checked, if it is given.
 
-    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else.
+    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else. check_dtype follows.
     """
-    if k is None or v is None:
-        raise ValueError("k and v must both be given, or neither")
-    check_alike(dtypes, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-    shapes = f"k is {tuple(k.shape)}, v is {tuple(v.shape)}, k_cache is {tuple(k_cache.shape)}"
-    if not k.ndim == v.ndim == k_cache.ndim == 4:
-        raise ValueError(f"Expected 4D tensors: {shapes}")
+    seqused_k = names.get("seqused_k", "seqused_k")
+    if append.seqused_k is None:
+        raise ValueError(f"{seqused_k} must be given with new keys, which go to the places from {seqused_k} on")
+    check_alike(None, names, k=k, v=v, k_cache=k_cache)
+    if append.cu_seqlens_k_new is not None:
+        check_tensor_of("cu_seqlens_k_new", append.cu_seqlens_k_new, k.device)
+    lengths = Lengths(append.cu_seqlens_k_new, None, None, append.seqused_k)
+    cache, batch_size = Cache(append.page_table, append.batch_idx), lengths.num_samples(k) if k.ndim else 0
+    if append.q is not None and not holds(batch_size == Lengths(append.cu_seqlens_q).num_samples(append.q)):
+        raise ValueError(f"k must have as many samples as q, got {batch_size}: {shapes_of(q=append.q, k=k)}")
+    # The checks of queries, which new keys pass as well.
+    check_fit(k, k_cache, v_cache, lengths, cache, {**names, "q": "k", "cu_seqlens_q": "cu_seqlens_k_new"})
     if not (same_sizes(k.shape[:-1], v.shape[:-1]) and holds(k.shape[1] == k_cache.shape[1])
             and holds(v.shape[-1] == v_cache.shape[-1])):
         raise ValueError("k and v must have the same shape, and the heads and head_dims of the caches: "
-                         f"{shapes}, v_cache is {tuple(v_cache.shape)}")
-    if append.seqused_k is None:
-        raise ValueError("seqused_k must be given with new keys, which go to the places from seqused_k on")
-    batch_size = Lengths(append.cu_seqlens_k_new).num_samples(k)
-    if append.q is not None and not holds(batch_size == Lengths(append.cu_seqlens_q).num_samples(append.q)):
-        raise ValueError(f"k must have as many samples as q, got {batch_size}: q is {tuple(append.q.shape)}, {shapes}")
-    lengths = Lengths(append.cu_seqlens_k_new, None, None, append.seqused_k)
-    cache = Cache(append.page_table, append.batch_idx)
-    try:
-        check_fit(k, k_cache, v_cache, lengths, cache, dtypes)
-    except (TypeError, ValueError) as error:
-        names = {"q": "k", "cu_seqlens_q": "cu_seqlens_k_new"}
-        raise reworded(error, re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))) from None
-    _check_writable(k_cache=k_cache, v_cache=v_cache)
+                         f"{shapes_of(names, k=k, v=v, k_cache=k_cache, v_cache=v_cache)}")
+    _check_writable(names, k_cache=k_cache, v_cache=v_cache)
     _check_rotary(k, batch_size, append)
     values = lengths.cu_seqlens_q, append.seqused_k, append.page_table, append.batch_idx, append.rotary_seqlens
     if not k.is_cuda and all(x is None or can_read(x) for x in (*values, append.cu_seqlens_q)):
-        _check_values(k, k_cache, append, cache)
+        _check_values(k, k_cache, append, cache, names)
 
 
-def check_slots(key, value, key_cache, value_cache, slot_mapping, dtypes):
+def check_slots(key, value, key_cache, value_cache, slot_mapping):
     """Raise unless the rows key (T, Hk, D) and value fit into the caches (num_pages, page_size, Hk, D), at T slots or
     fewer. Errors as of check_append."""
-    check_alike(dtypes, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    shapes = (f"key is {tuple(key.shape)}, value is {tuple(value.shape)}, key_cache is {tuple(key_cache.shape)}, "
-              f"value_cache is {tuple(value_cache.shape)}")
+    tensors = dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    check_alike(None, **tensors)
     if not (key.ndim == value.ndim == 3 and key_cache.ndim == value_cache.ndim == 4):
-        raise ValueError(f"Expected key and value (T, Hk, D) and caches (num_pages, page_size, Hk, D): {shapes}")
+        raise ValueError("Expected key and value (T, Hk, D) and caches (num_pages, page_size, Hk, D): "
+                         f"{shapes_of(**tensors)}")
     if not all(same_sizes(x, y) for x, y in (
             (key.shape[1:], key_cache.shape[2:]), (value.shape[1:], value_cache.shape[2:]),
             (key.shape[:2], value.shape[:2]), (key_cache.shape[:3], value_cache.shape[:3]))):
         raise ValueError("key and value must have the heads and head_dims of the caches, and the same shape but for "
-                         f"the head_dim, and so must the caches: {shapes}")
-    for name, x in (("key", key), ("value", value)):
-        if is_known(x.shape[2] < 1) or is_over(x.shape[2], MAX_HEAD_DIM):
-            raise ValueError(f"Unsupported head_dim {x.shape[2]} of {name}: 1 to {MAX_HEAD_DIM} is supported")
-    for name, x in (("key_cache", key_cache), ("value_cache", value_cache)):
-        check_last_dimension(name, x)
+                         f"the head_dim, and so must the caches: {shapes_of(**tensors)}")
+    check_head_dim(key.shape[2], " of key")
+    check_head_dim(value.shape[2], " of value")
+    check_rows(key_cache=key_cache, value_cache=value_cache)
     _check_writable(key_cache=key_cache, value_cache=value_cache)
-    check_tensor("slot_mapping", slot_mapping)
-    if slot_mapping.dtype != torch.int64:
-        raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
-    if slot_mapping.device != key.device:
-        raise ValueError(f"slot_mapping must be on the same device as key ({key.device}), got {slot_mapping.device}")
-    if slot_mapping.ndim != 1 or not slot_mapping.is_contiguous() or not holds(slot_mapping.shape[0] <= key.shape[0]):
-        raise ValueError(f"slot_mapping must be contiguous, with one value a row of key, {key.shape[0]}, or fewer, got "
-                         f"{shown(slot_mapping)} with strides {slot_mapping.stride()}")
+    check_tensor_of("slot_mapping", slot_mapping, key.device)
+    if not holds(slot_mapping.shape[0] <= key.shape[0]):
+        raise ValueError(f"slot_mapping must have one value a row of key, {key.shape[0]}, or fewer, got "
+                         f"{slot_mapping.shape[0]}")
     num_slots = key_cache.shape[0] * key_cache.shape[1]
     if not key.is_cuda and can_read(slot_mapping) and slot_mapping.numel() and slot_mapping.max() >= num_slots:
         raise ValueError(f"slot_mapping must be below {num_slots}, the number of slots, got {int(slot_mapping.max())}")
 
 
-def _check_writable(**caches):
+def _check_writable(names=OWN, **caches):
     """ValueError if elements of a cache share memory, so that a row is not written alone."""
     for name, x in caches.items():
         if any(is_known(stride == 0) and is_known(size > 1) for stride, size in zip(x.stride(), x.shape)):
-            raise ValueError(f"{name} cannot be written, since its elements share memory: shape {tuple(x.shape)}, "
-                             f"strides {x.stride()}")
+            raise ValueError(f"{names.get(name, name)} cannot be written, since its elements share memory: shape "
+                             f"{tuple(x.shape)}, strides {x.stride()}")
 
 
 def _check_rotary(k, batch_size, append):
     cos, sin = append.rotary_cos, append.rotary_sin
-    if not isinstance(append.rotary_interleaved, bool):
-        raise TypeError(f"rotary_interleaved must be a bool, got {shown(append.rotary_interleaved)}")
-    if (cos is None) != (sin is None):
-        raise ValueError("rotary_cos and rotary_sin must both be given, or neither")
+    check_number("rotary_interleaved", append.rotary_interleaved)
+    if (cos is None) != (sin is None) or cos is None and append.rotary_seqlens is not None:
+        raise ValueError("rotary_cos and rotary_sin must both be given, or neither, and rotary_seqlens needs both")
     if cos is None:
-        if append.rotary_seqlens is not None:
-            raise ValueError("rotary_seqlens needs rotary_cos and rotary_sin")
         return
-    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_tensor(name, x)
-        if x.dtype != k.dtype:
-            raise TypeError(f"{name} must have the dtype of k, {k.dtype}, got {x.dtype}")
-        if x.device != k.device:
-            raise ValueError(f"{name} must be on the same device as k ({k.device}), got {x.device}")
-        if x.ndim != 2 or is_known(x.shape[0] == 0) or not x.is_contiguous():
-            raise ValueError(f"{name} must be (S_ro, rotary_dim / 2), contiguous and not empty, got {shown(x)} with "
-                             f"strides {x.stride()}")
-    if not same_sizes(cos.shape, sin.shape):
-        raise ValueError("rotary_cos and rotary_sin must have the same shape, got "
-                         f"{tuple(cos.shape)} and {tuple(sin.shape)}")
+    check_tensor_of("rotary_cos", cos, k.device, dtypes=(k.dtype,))
+    check_tensor_of("rotary_sin", sin, k.device, dtypes=(k.dtype,), shapes=(cos.shape,))
     rotary_dim = 2 * cos.shape[1]
-    if not (holds(rotary_dim % ROTARY_STEP == 0) and holds(rotary_dim > 0) and holds(rotary_dim <= k.shape[-1])):
-        raise ValueError(f"rotary_dim must be a multiple of {ROTARY_STEP} and at most the head_dim {k.shape[-1]}, got "
-                         f"{rotary_dim} from rotary_cos {tuple(cos.shape)}")
+    if is_known(cos.shape[0] == 0) or not (holds(rotary_dim % ROTARY_STEP == 0) and holds(rotary_dim > 0)
+                                           and holds(rotary_dim <= k.shape[-1])):
+        raise ValueError(f"rotary_cos must have a position and {ROTARY_STEP // 2} columns, or a multiple of them up to "
+                         f"half of the head_dim {k.shape[-1]}, got shape {tuple(cos.shape)}")
     if append.rotary_seqlens is not None:
-        check_int32("rotary_seqlens", append.rotary_seqlens, k.device)
-        check_per_sample("rotary_seqlens", append.rotary_seqlens, batch_size)
+        check_tensor_of("rotary_seqlens", append.rotary_seqlens, k.device, {"B": batch_size})
 
 
-def _check_values(k, k_cache, append, cache):
+def _check_values(k, k_cache, append, cache, names):
     """ValueError unless the cache has a place for each new row, and the rotary tables each position."""
     capacity, begins = capacity_of(k_cache, cache), append.seqused_k.tolist()
-    num_new = _num_rows(k, append.cu_seqlens_k_new)
+    num_new, seqused_k = _num_rows(k, append.cu_seqlens_k_new), names.get("seqused_k", "seqused_k")
     for b, (begin, n) in enumerate(zip(begins, num_new)):
-        if begin + n > capacity:
-            raise ValueError(f"the cache has no room for the new keys of sample {b}: seqused_k is {begin}, {n} are "
-                             f"new, and there is room for {capacity}")
-        check_sequences(f"the new keys of sample {b}", b, begin, begin + n, k_cache, cache)
+        check_room(f" of sample {b}", seqused_k, begin, n, capacity)
+        check_sequences(f"the new keys of sample {b}", b, begin, begin + n, k_cache, cache, names)
     if append.rotary_cos is None:
         return
     rows = num_new
@@ -141,11 +111,18 @@ def _check_values(k, k_cache, append, cache):
         num_q = _num_rows(append.q, append.cu_seqlens_q)
         rows = [max(n, m if append.q_advances else min(m, 1)) for n, m in zip(num_new, num_q)]
     starts = begins if append.rotary_seqlens is None else append.rotary_seqlens.tolist()
-    name = "seqused_k" if append.rotary_seqlens is None else "rotary_seqlens"
+    name = seqused_k if append.rotary_seqlens is None else "rotary_seqlens"
     for b, (start, n) in enumerate(zip(starts, rows)):
         if start < 0 or n and start + n > append.rotary_cos.shape[0]:
             raise ValueError(f"rotary_cos has {append.rotary_cos.shape[0]} positions, and sample {b} needs those from "
                              f"{name} {start} on, as many as its {n} rows")
+
+
+def check_room(whose, seqused_name, begin, num_new, capacity):
+    """ValueError unless a cache has room for so many new keys from place `begin` on."""
+    if not holds(begin + num_new <= capacity):
+        raise ValueError(f"the cache has no room for the new keys{whose}: {seqused_name} is {begin}, {num_new} are new, "
+                         f"and there is room for {capacity}")
 
 
 def _num_rows(x, cu_seqlens):

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import check_dropout_p, check_dropout_seed, check_options, check_qkv, check_sinks, is_known, sum_dtype
-from ..lengths import check_lengths, check_max_seqlen, check_window
-from ..options import Lengths, Options
+from ..checks import check_number, check_qkv, checked_options, is_known, sum_dtype
+from ..options import Options
 from .dropout import keep_mask, keep_scale
 from .packed import as_padded
-from .scores import check_alibi_slopes, check_attn_bias, check_softcap, visible_keys, with_scores
+from .scores import visible_keys, with_scores
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -69,17 +68,11 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
         out 0 and lse -inf, or its sink.
     """
     check_qkv(q, k, v, DTYPES)
-    check_options(causal, sm_scale)
-    check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    lengths = check_lengths(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), seq_lens, q, k)
-    window = check_window(window_size, causal, lengths, q, k)
-    dropout_p = check_dropout_p(dropout_p)
-    seed = check_dropout_seed(dropout_seed, q, lengths.num_samples(q)) if dropout_p else None
-    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
-    options = Options.of(scale, window, lengths, sinks=check_sinks(sinks, q), dropout_p=dropout_p, dropout_seed=seed,
-                         softcap=check_softcap(softcap), alibi_slopes=check_alibi_slopes(alibi_slopes, q, lengths),
-                         attn_bias=check_attn_bias(attn_bias, q, k, lengths))
+    check_number("max_seqlen_q", max_seqlen_q)
+    check_number("max_seqlen_k", max_seqlen_k)
+    given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
+                    dropout_p=dropout_p, dropout_seed=dropout_seed)
+    options = checked_options(given, q, k, causal, window_size, seq_lens)
     if q.ndim == 3:
         out, lse = (x.squeeze(1) for x in reference_forward(*(x.unsqueeze(1) for x in (q, k, v)), options))
     else:
@@ -160,10 +153,8 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, d
     check_qkv(q, k, v, DTYPES)
     if q.ndim != 3:
         raise ValueError(f"blockwise_attention expects q, k and v of shape (B, N, D), got {tuple(q.shape)}")
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
-    if not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p}")
+    check_number("block_size", block_size)
+    check_number("dropout_p", dropout_p)
     acc_dtype = sum_dtype(q.dtype)
     scale = 1 / math.sqrt(q.shape[-1])
     row_max = torch.full((*q.shape[:2], 1), -math.inf, dtype=acc_dtype, device=q.device)

@@ -2,14 +2,14 @@
 
 unpad_input and pad_input go from a padded batch to a packed one and back. as_padded gives a packed batch to backends
 that know padded ones alone, and with_own_keys gives one whose samples share keys to those that have no gradients of
-it. Read next: ../lengths.py, what is checked of lengths.
+it. Read next: ../checks.py, what is checked of lengths.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import can_read, check_tensor, holds, is_int, is_known, larger, same_sizes, shown, smaller
+from ..checks import can_read, check_number, check_tensor, check_tensor_of, holds, is_int, is_known, larger, smaller
 from ..options import Lengths
 
 
@@ -56,17 +56,9 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     """
     x = hidden_states
     check_tensor("hidden_states", x)
-    check_tensor("indices", indices)
-    for name, size in (("batch", batch), ("seqlen", seqlen)):
-        if not is_int(size):
-            raise TypeError(f"{name} must be an int, got {shown(size)}")
-        if not holds(size >= 0):
-            raise ValueError(f"{name} must not be negative, got {size}")
-    if indices.dtype != torch.int64:
-        raise TypeError(f"indices must be int64, got {indices.dtype}")
-    if not same_sizes(indices.shape, x.shape[:1]) or indices.device != x.device:
-        raise ValueError(f"indices must be ({x.shape[0] if x.ndim else 'T'},) on {x.device}, as hidden_states is "
-                         f"{tuple(x.shape)}; got {tuple(indices.shape)} on {indices.device}")
+    check_number("batch", batch)
+    check_number("seqlen", seqlen)
+    check_tensor_of("indices", indices, x.device, shapes=(x.shape[:1],))
     if not holds(x.shape[0] <= batch * seqlen):
         raise ValueError(f"hidden_states has {x.shape[0]} rows, more than batch · seqlen = {batch * seqlen}")
     padded = x.new_zeros(batch * seqlen, *x.shape[1:]).index_copy(0, indices, x)
@@ -74,15 +66,11 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def check_mask(name, mask, x):
-    """mask as bool; TypeError unless it is a dense tensor of bools or integers, ValueError unless it is (B, S), on the
-    device of x (B, S, ...)."""
-    check_tensor(name, mask)
-    if mask.dtype not in (torch.bool, torch.int64, torch.int32, torch.uint8):
-        raise TypeError(f"{name} must be bool, int64, int32 or uint8, and not 0 where a position is valid, got "
-                        f"{mask.dtype}")
-    if mask.ndim != 2 or not same_sizes(mask.shape, x.shape[:2]) or mask.device != x.device:
-        raise ValueError(f"{name} must have shape {tuple(x.shape[:2])}, (B, S), on {x.device}, got {tuple(mask.shape)} "
-                         f"on {mask.device}")
+    """mask as bool, True or not 0 where a position of x (B, S, ...) is valid; TypeError and ValueError as
+    check_tensor_of."""
+    if x.ndim < 2:
+        raise ValueError(f"hidden_states must be (B, S, ...), got {tuple(x.shape)}")
+    check_tensor_of(name, mask, x.device, dict(zip("BS", x.shape)))
     return mask != 0
 
 

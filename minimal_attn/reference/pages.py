@@ -5,85 +5,58 @@ Read next: append.py, which writes into a cache; definition.py, which is given s
 
 import torch
 
-from ..checks import can_read, check_alike, check_heads, check_sizes, check_tensor, holds, is_int, is_known, shown
-from ..lengths import check_int32, check_per_sample, check_samples
+from ..checks import (OWN, can_read, check_alike, check_heads, check_index, check_samples, check_sizes,
+                      check_tensor_of, holds, is_known, shapes_of, shown)
 from .tree_mask import seen_in_tree
 
-MAX_SPLITS = 256
 
-
-def check_cached(q, k, v, lengths, cache, dtypes):
+def check_cached(q, k, v, lengths, cache, names=OWN):
     """Raise unless q (B, H, Sq, D) or packed (1, H, Tq, D), a cache in k (N, Hk, S, D) and v, lengths and cache fit
     together, and the keys that the samples use are there. v may have another head_dim.
 
-    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else.
+    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else. check_dtype follows.
     """
-    check_fit(q, k, v, lengths, cache, dtypes)
+    check_fit(q, k, v, lengths, cache, names)
     values = *lengths, cache.leftpad_k, cache.batch_idx, cache.page_table
     if not q.is_cuda and all(x is None or can_read(x) for x in values):
-        _check_values(k, lengths.num_samples(q), lengths.seqused_k, cache)
+        _check_values(k, lengths.num_samples(q), lengths.seqused_k, cache, names)
 
 
-def check_fit(q, k, v, lengths, cache, dtypes):
+def check_fit(q, k, v, lengths, cache, names=OWN):
     """check_cached, but for the values of cache, which say where the keys of a sample are."""
-    check_alike(dtypes, q=q, k_cache=k, v_cache=v)
-    shapes = f"q is {tuple(q.shape)}, k_cache is {tuple(k.shape)}, v_cache is {tuple(v.shape)}"
+    tensors = {"q": q, "k_cache": k, "v_cache": v}
+    check_alike(None, names, **tensors)
     if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"Expected 4D tensors: {shapes}")
-    check_heads(shapes, q, k, v, ("q", "k_cache", "v_cache"))
-    for name, x in (("k_cache", k), ("v_cache", v)):
-        check_last_dimension(name, x)
-    if lengths.is_packed and not holds(q.shape[0] == 1):
-        raise ValueError("with cu_seqlens_q, q must be packed, (1, H, Tq, D) with all samples one after the other, got "
-                         f"{tuple(q.shape)}")
+        raise ValueError(f"Expected 4D tensors: {shapes_of(names, **tensors)}")
+    check_heads(q, k, v, names, "k_cache", "v_cache")
+    check_rows(names, k_cache=k, v_cache=v)
     if cache.page_table is not None:
-        check_page_table(cache.page_table, q.device)
+        check_tensor_of("page_table", cache.page_table, q.device, names=names)
     capacity = capacity_of(k, cache)
-    check_sizes(q, capacity, shapes)
-    check_samples(lengths, q, capacity)
+    check_sizes(q, capacity)
+    check_samples(lengths, q, capacity, names)
     batch_size = lengths.num_samples(q)
+    sizes = {"B": batch_size}
     for name, x in (("cache_batch_idx", cache.batch_idx), ("leftpad_k", cache.leftpad_k)):
         if x is not None:
-            check_int32(name, x, q.device)
-            check_per_sample(name, x, batch_size)
-    if cache.page_table is not None:
-        table = tuple(cache.page_table.shape)
-        if cache.batch_idx is None and not holds(table[0] == batch_size):
-            raise ValueError(f"page_table must have {batch_size} rows, one for each sample, got {table}")
-        if is_known(table[0] == 0) and not is_known(batch_size == 0):
-            raise ValueError(f"page_table must have rows for cache_batch_idx to number, got {table}")
+            check_tensor_of(name, x, q.device, sizes, names)
+    if cache.page_table is not None and cache.batch_idx is None:
+        check_tensor_of("page_table", cache.page_table, q.device, sizes, names)
+    elif cache.page_table is not None:
+        if is_known(cache.page_table.shape[0] == 0) and not is_known(batch_size == 0):
+            raise ValueError(f"{names.get('page_table', 'page_table')} must have rows for cache_batch_idx to number, "
+                             f"got {shown(cache.page_table)}")
     elif cache.batch_idx is None and not holds(k.shape[0] == batch_size):
         raise ValueError("without cache_batch_idx and page_table, the cache must have as many sequences as there are "
-                         f"samples, {batch_size}: {shapes}")
+                         f"samples, {batch_size}: {shapes_of(names, **tensors)}")
 
 
-def check_last_dimension(name, cache):
-    """ValueError unless the last dimension of a cache is contiguous."""
-    if not holds(cache.stride(-1) == 1):
-        raise ValueError(f"{name} must be contiguous in its last dimension, since no cache is copied, got strides "
-                         f"{cache.stride()}")
-
-
-def check_page_table(page_table, device, name="page_table"):
-    """TypeError unless page_table, which the caller calls `name`, is a dense int32 tensor; ValueError unless it is on
-    the device, of two dimensions and contiguous in the last one."""
-    check_tensor(name, page_table)
-    if page_table.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {page_table.dtype}")
-    if page_table.device != device:
-        raise ValueError(f"{name} must be on the same device as q ({device}), got {page_table.device}")
-    if page_table.ndim != 2 or not (is_known(page_table.shape[1] <= 1) or holds(page_table.stride(1) == 1)):
-        raise ValueError(f"{name} must have two dimensions, (B, max_pages), and be contiguous in the last one, got "
-                         f"{shown(page_table)} with strides {page_table.stride()}")
-
-
-def check_num_splits(num_splits):
-    """num_splits; TypeError unless it is an int, ValueError unless it is in 0..MAX_SPLITS."""
-    if not is_int(num_splits):
-        raise TypeError(f"num_splits must be an int, got {shown(num_splits)}")
-    if not 0 <= num_splits <= MAX_SPLITS:
-        raise ValueError(f"num_splits must be in 0..{MAX_SPLITS}, and 0 leaves it to the kernel, got {num_splits}")
-    return int(num_splits)
+def check_rows(names=OWN, **caches):
+    """ValueError unless the last dimension of each cache is contiguous."""
+    for name, x in caches.items():
+        if not holds(x.stride(-1) == 1):
+            raise ValueError(f"{names.get(name, name)} must be contiguous in its last dimension, since no cache is "
+                             f"copied, got strides {x.stride()}")
 
 
 def capacity_of(k, cache):
@@ -92,30 +65,24 @@ def capacity_of(k, cache):
     return 0 if is_known(k.shape[0] == 0) else k.shape[2] * sequences
 
 
-def _check_values(k, batch_size, seqused_k, cache):
+def _check_values(k, batch_size, seqused_k, cache, names):
     """ValueError unless the samples use keys that the cache has. seqused_k is checked."""
     ends = [capacity_of(k, cache)] * batch_size if seqused_k is None else seqused_k.tolist()
     begins = [0] * batch_size if cache.leftpad_k is None else cache.leftpad_k.tolist()
     for b, (begin, end) in enumerate(zip(begins, ends)):
-        if not 0 <= begin <= end:
-            raise ValueError(f"leftpad_k must be in 0..{end}, the length of sample {b}, got {begin}")
-        check_sequences(f"sample {b}", b, begin, end, k, cache)
+        check_index("leftpad_k", begin, end + 1, f"sample {b}", names)
+        check_sequences(f"sample {b}", b, begin, end, k, cache, names)
 
 
-def check_sequences(whose, b, begin, end, k, cache):
+def check_sequences(whose, b, begin, end, k, cache, names):
     """ValueError unless the pages of sample b from place `begin` to `end` exist, or else its cached sequence."""
     row, (num_sequences, _, size, _) = b, k.shape
     if cache.batch_idx is not None:
         row, numbered = int(cache.batch_idx[b]), k if cache.page_table is None else cache.page_table
-        _check_index("cache_batch_idx", row, len(numbered), whose)
+        check_index("cache_batch_idx", row, len(numbered), whose, names)
     if cache.page_table is not None and begin < end:
         for page in cache.page_table[row, begin // size:(end - 1) // size + 1].tolist():
-            _check_index("page_table", page, num_sequences, whose)
-
-
-def _check_index(name, index, size, whose):
-    if not 0 <= index < size:
-        raise ValueError(f"{name} must be in 0..{size - 1} for {whose}, got {index}")
+            check_index("page_table", page, num_sequences, whose, names)
 
 
 def with_own_rows(cache):

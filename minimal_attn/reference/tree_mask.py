@@ -8,8 +8,7 @@ a token says whether it sees the j-th new key. Read next: definition.py, which t
 import torch
 from torch import Tensor
 
-from ..checks import check_tensor, holds, same_sizes
-from ..lengths import NO_WINDOW
+from ..checks import check_tensor, check_tensor_of, holds
 from .scores import positions
 
 MAX_TOKENS = 64  # bits of a word
@@ -28,50 +27,43 @@ def pack_tree_mask(tree_mask: Tensor) -> Tensor:
         TypeError: what is no dense tensor of bool. ValueError: a wrong shape.
     """
     check_tensor("tree_mask", tree_mask)
-    if tree_mask.dtype != torch.bool:
-        raise TypeError(f"tree_mask must be bool to be packed, got {tree_mask.dtype}")
-    if tree_mask.ndim not in (2, 3) or not holds(tree_mask.shape[-1] == tree_mask.shape[-2]):
-        raise ValueError(f"tree_mask must be (Sq, Sq) or (B, Sq, Sq), got {tuple(tree_mask.shape)}")
-    if not holds(tree_mask.shape[-1] <= MAX_TOKENS):
-        raise ValueError(f"tree_mask serves up to {MAX_TOKENS} rows, got {tree_mask.shape[-1]}")
+    seqlen = tree_mask.shape[-1] if tree_mask.ndim else 0
+    check_tensor_of("tree_mask", tree_mask, tree_mask.device, {"Sq": seqlen}, dtypes=(torch.bool,),
+                    shapes=(("Sq", "Sq"), ("B", "Sq", "Sq")))
+    _check_tokens(seqlen)
     bits = torch.arange(tree_mask.shape[-1], device=tree_mask.device)
     return (tree_mask.long() << bits).sum(-1)
 
 
-def check_tree_mask(tree_mask, q, lengths, causal, window_size, alibi_slopes, rotary_cos):
+def _check_tokens(seqlen):
+    if not holds(seqlen <= MAX_TOKENS):
+        raise ValueError(f"tree_mask serves up to {MAX_TOKENS} rows, got {seqlen}")
+
+
+def check_tree_mask(tree_mask, q, causal, others):
     """None, or the words (B, Sq) of tree_mask, which is bool or already words, as attention_with_kvcache describes it.
-    Their last dimension is contiguous. q (B, H, Sq, D) and lengths are checked.
+    Their last dimension is contiguous. q (B, H, Sq, D) is checked. others: {name of an argument that tree masks are not
+    supported with: (whether it is given, what to do instead)}.
 
     TypeError for what is no dense tensor of bool or int64, ValueError for a wrong shape or device and together with
-    causal, NotImplementedError together with an argument that it is not supported with.
+    causal, NotImplementedError together with one of the others.
     """
     if tree_mask is None:
         return None
     check_tensor("tree_mask", tree_mask)
-    if tree_mask.dtype not in (torch.bool, torch.int64):
-        raise TypeError(f"tree_mask must be bool, or int64 as pack_tree_mask gives it, got {tree_mask.dtype}")
-    if tree_mask.device != q.device:
-        raise ValueError(f"tree_mask must be on the same device as q ({q.device}), got {tree_mask.device}")
     if causal:
         raise ValueError("causal=True cannot be given together with tree_mask, which takes its place")
-    for name, is_given, reason in (
-            ("cu_seqlens_q", lengths.is_packed, "give a padded q, and seqused_q"),
-            ("window_size", window_size != NO_WINDOW, "hide keys by tree_mask or leftpad_k"),
-            ("alibi_slopes", alibi_slopes is not None, "places in the cache are not positions in the text"),
-            ("rotary_cos", rotary_cos is not None, "rotate q and k by the depths of their tokens before")):
+    for name, (is_given, instead) in others.items():
         if is_given:
-            raise NotImplementedError(f"{name} is not supported together with tree_mask: {reason}")
-    batch_size, seqlen_q = q.shape[0], q.shape[2]
-    if not holds(seqlen_q <= MAX_TOKENS):
-        raise ValueError(f"tree_mask serves up to {MAX_TOKENS} rows of q, got {seqlen_q}")
-    rows = (seqlen_q, seqlen_q) if tree_mask.dtype == torch.bool else (seqlen_q,)
-    if not any(same_sizes(tree_mask.shape, x) for x in (rows, (batch_size, *rows))):
-        raise ValueError(f"tree_mask in {tree_mask.dtype} must have shape {rows} or {(batch_size, *rows)}, got "
-                         f"{tuple(tree_mask.shape)}")
+            raise NotImplementedError(f"{name} is not supported together with tree_mask: {instead}")
+    _check_tokens(q.shape[2])
+    rows = ("Sq", "Sq") if tree_mask.dtype == torch.bool else ("Sq",)
+    check_tensor_of("tree_mask", tree_mask, q.device, {"B": q.shape[0], "Sq": q.shape[2]},
+                    dtypes=(torch.bool, torch.int64), shapes=(rows, ("B", *rows)))
     words = pack_tree_mask(tree_mask) if tree_mask.dtype == torch.bool else tree_mask
     if words.stride(-1) != 1:
         words = words.contiguous()
-    return words.expand(batch_size, seqlen_q)
+    return words.expand(q.shape[0], q.shape[2])
 
 
 def seen_in_tree(words, seqlen_k, lengths):

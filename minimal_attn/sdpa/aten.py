@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from .. import _build
 from ..backends.cuda import _warn_slow
-from ..lengths import NO_WINDOW
+from ..checks import NO_WINDOW
 
 HALVES = torch.float16, torch.bfloat16
 CAUSAL = -1, 0

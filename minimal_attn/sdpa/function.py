@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from ..attention import flash_attention
-from ..checks import (autocast, broadcasts, check_options, check_tensor, holds, is_causal_bias, is_known, is_static,
-                      shown)
-from ..lengths import NO_WINDOW
+from ..checks import (NO_WINDOW, autocast, broadcasts, check_attn_bias, check_number, check_tensor, holds,
+                      is_causal_bias, is_known, is_static, is_top_left, shapes_of)
 from ..options import Lengths
-from ..reference.scores import check_attn_bias, is_top_left
 
 
 def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
@@ -49,10 +47,9 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {shown(flag)}")
-    check_options(False, scale, "scale")
+    check_number("is_causal", is_causal)
+    check_number("enable_gqa", enable_gqa)
+    check_number("sm_scale", scale, {"sm_scale": "scale"})
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask cannot be given together with is_causal=True")
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)  # before they are expanded
@@ -81,7 +78,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
 def _matched(query, key, value, enable_gqa):
     """(leading, heads_k, key, value): the leading dimensions of the result, of which the last is that of the heads, the
     number of key/value heads, and key and value, repeated if they alone have different numbers of heads."""
-    shapes = f"query is {tuple(query.shape)}, key is {tuple(key.shape)}, value is {tuple(value.shape)}"
+    shapes = shapes_of(query=query, key=key, value=value)
     if min(query.ndim, key.ndim, value.ndim) < 2:
         raise ValueError(f"query, key and value must have at least 2 dimensions: {shapes}")
     heads, heads_k, heads_v = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value))

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ..attention import BACKENDS, flash_attention, which_kernel
-from ..backends.auto import auto_backend
-from ..checks import KERNEL_DTYPES, check_fp8, check_qkv, empty_outputs, shown
+from ..attention import BACKENDS, backend_name, flash_attention, which_kernel
+from ..checks import KERNEL_DTYPES, check_choice, check_dtype, check_fp8, check_qkv, empty_outputs
 from .gpu import detect_gpu
 
 SIZE = 4096  # of the matrices that nothing is said about
@@ -53,10 +52,8 @@ class AdaptiveKernelSelector:
             backend = "triton" if on_gpu else "torch"
         if backend == "torch":
             return {"backend": "torch", "kernel": "torch.matmul"}
-        if backend != "triton":
-            raise ValueError(f"unknown backend {shown(backend)}: 'auto', 'triton' or 'torch'")
-        if dtype not in KERNEL_DTYPES:
-            raise TypeError(f"Unsupported dtype: {dtype}, allowed are float32, float16, bfloat16")
+        check_choice("backend", backend, ("auto", "triton", "torch"))
+        check_dtype(torch.empty(0, dtype=dtype), KERNEL_DTYPES, "dtype")
         from triton_ref.launching import properties
         from triton_ref.matmul import tile_config
 
@@ -83,10 +80,7 @@ class AdaptiveKernelSelector:
         Raises:
             As flash_attention: ValueError, TypeError, ModuleNotFoundError, RuntimeError.
         """
-        if backend == "auto":
-            backend = auto_backend(*[torch.empty(0, device=self.device, dtype=dtype)] * 3)
-        if backend not in tuple(BACKENDS):
-            raise ValueError(f"unknown backend {shown(backend)}: 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+        backend = backend_name(backend, torch.empty(0, device=self.device, dtype=dtype))
         if (why_not := BACKENDS[backend].why_not(self.device)) is not None:
             raise why_not
         q = torch.empty(1, 1, 64, max(head_dim, 0), device=self.device, dtype=dtype)

@@ -284,13 +284,12 @@ def test_keywords_of_functions_of_packed_tensors(name):
         assert call(*given, **used, scheduler_metadata=ints(0)).equal(whole(q, k, v, *lengths, **used))
     for error, said, bad in [(NotImplementedError, ": attention_chunk", dict(attention_chunk=3)),
                              (NotImplementedError, ": mask_mod", dict(mask_mod=len)),
-                             (TypeError, r"\(\) .* 'scale'", dict(scale=1.0)),
                              (TypeError, ": s_aux and sinks", dict(s_aux=sinks, sinks=sinks))]:
         with pytest.raises(error, match=f"^{name}{said}"):
             call(*given, **bad)
     if is_varlen and "qkv" in name:
         for error, said, *bad in [(TypeError, "^cu_seqlens must be", lengths[0].long()),
-                                  (ValueError, "^cu_seqlens must ascend", ints(0, 8, 4)),
+                                  (ValueError, "^cu_seqlens must start at 0, ascend", ints(0, 8, 4)),
                                   (ValueError, f"^{name}: cu_seqlens must be given", None),
                                   (TypeError, "^max_seqlen must be", lengths[0], 3.0)]:
             with pytest.raises(error, match=said):
@@ -364,7 +363,7 @@ def test_pad_input_bad_input():
     for error, match, arguments in [
             (TypeError, "hidden_states must be", (3, indices, 2, 3)),
             (TypeError, "batch must be", (x, indices, True, 4)),
-            (TypeError, "seqlen must be", (x, indices, 1, 4.0)), (ValueError, "batch must not", (x, indices, -1, -4)),
+            (TypeError, "seqlen must be", (x, indices, 1, 4.0)), (ValueError, "batch must be at least 0", (x, indices, -1, -4)),
             (TypeError, "indices must be int64", (x, indices.int(), 2, 3)),
             (ValueError, "indices must be", (x, indices[1:], 2, 3)), (ValueError, "4 rows", (x, indices, 1, 3))]:
         with pytest.raises(error, match=match):
@@ -378,7 +377,7 @@ def test_masks_of_integers(dtype):
         assert got == want if isinstance(got, int) else got.equal(want)
     module = FlashMHA(32, 4, backend="torch", device=DEVICE)
     assert module(x, key_padding_mask=mask).equal(module(x, key_padding_mask=mask.bool()))
-    with pytest.raises(TypeError, match="attention_mask must be bool, int64, int32 or uint8, .* got torch.float32"):
+    with pytest.raises(TypeError, match="attention_mask must be bool, int64, int32 or uint8 .* got a torch.float32"):
         unpad_input(x, mask.float())
 
 
@@ -441,12 +440,12 @@ def test_flash_mha_bad_input():
     for error, match, given, arguments in [
             (ValueError, "at most one of", x, dict(seq_lens=[3, 3, 3], key_padding_mask=mask)),
             (TypeError, "^key_padding_mask must be bool", x, dict(key_padding_mask=mask.float())),
-            (ValueError, "^key_padding_mask must have shape", x, dict(key_padding_mask=mask[1:])),
+            (ValueError, "^key_padding_mask must be .* of shape", x, dict(key_padding_mask=mask[1:])),
             (ValueError, "^max_seqlen is of a packed batch", x, dict(max_seqlen=12)),
             (ValueError, "^x must be", x, dict(cu_seqlens=cu_seqlens)),
             (TypeError, "^cu_seqlens must be", x[0], dict(cu_seqlens=cu_seqlens.long())),
             (TypeError, "^cu_seqlens must be", x[0], dict(cu_seqlens=[0, 12])),
-            (ValueError, "^cu_seqlens must have one shape", x[0], dict(cu_seqlens=cu_seqlens[:1])),
+            (ValueError, "^cu_seqlens must be of shape", x[0], dict(cu_seqlens=cu_seqlens[:1])),
             (TypeError, "^max_seqlen must be", x[0], dict(cu_seqlens=cu_seqlens, max_seqlen=3.0))]:
         with pytest.raises(error, match=match):
             module(given, **arguments)

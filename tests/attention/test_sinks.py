@@ -132,15 +132,15 @@ def test_lse_knows_nothing_of_v(impl, head_dim_v):
     assert_close(out, flash_attention(q, k, padded, **options)[0][..., :head_dim_v], **tolerance(q))
 
 
-@pytest.mark.parametrize("name, backend", [("sinks", "torch"), ("attn_bias", "torch"), (None, "cuda")])
-def test_auto_counts_sinks_and_biases_among_what_wants_gradients(name, backend, monkeypatch):
+@pytest.mark.parametrize("is_counted, backend", [(True, "torch"), (False, "cuda")])
+def test_auto_counts_all_that_wants_gradients(is_counted, backend, monkeypatch):
     """Under a transform of torch.func, where it takes torch for gradients."""
     monkeypatch.setattr(choice, "_first_available", lambda: "cuda")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     q, chosen = torch.empty(1, 2, 40, 64), []
 
     def of(x):
-        chosen.append(choice.auto_backend(q, q, q, **({name: x} if name else {})))
+        chosen.append(choice.auto_backend(q, q, q, *([x] if is_counted else [])))
         return x.sum()
 
     torch.func.grad(of)(torch.zeros(2))
@@ -200,12 +200,12 @@ BAD = [
     (TypeError, "sinks must be a torch.Tensor", lambda x: x.tolist()),
     (TypeError, "sinks must be a torch.Tensor", lambda x: 1.0),
     (TypeError, "sinks must be a dense tensor", lambda x: x.to_sparse()),
-    (TypeError, "sinks is torch.int64", lambda x: x.long()),
-    (TypeError, "sinks is torch.float64", lambda x: x.double()),
-    (ValueError, r"sinks must have shape \(4,\)", lambda x: x[:2]),
-    (ValueError, r"sinks must have shape \(4,\)", lambda x: x[None]),
-    (ValueError, r"sinks must have shape \(4,\)", lambda x: x[0]),
-    (ValueError, "sinks must be on the same device as q", lambda x: x.to("meta")),
+    (TypeError, "sinks must be .* got a torch.int64", lambda x: x.long()),
+    (TypeError, "sinks must be .* got a torch.float64", lambda x: x.double()),
+    (ValueError, r"sinks must be .* of shape .*\(4,\)", lambda x: x[:2]),
+    (ValueError, r"sinks must be .* of shape .*\(4,\)", lambda x: x[None]),
+    (ValueError, r"sinks must be .* of shape .*\(4,\)", lambda x: x[0]),
+    (ValueError, "sinks must be .* on meta", lambda x: x.to("meta")),
 ]
 
 
@@ -221,10 +221,10 @@ def test_bad_sinks(error, match, change):
 
 def test_sinks_of_float64_and_of_3d_inputs():
     q, k, v, sinks = (x.cpu() for x in inputs(dtype=torch.float64))
-    with pytest.raises(TypeError, match="sinks is torch.float32, allowed for q in torch.float64 are float64"):
+    with pytest.raises(TypeError, match="sinks must be .* got a torch.float32"):
         flash_attention(q, k, v, sinks=sinks.float())
     assert flash_attention(q, k, v, sinks=sinks).dtype == torch.float64
-    with pytest.raises(ValueError, match=r"sinks must have shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"sinks must be .* of shape .*\(1,\)"):
         flash_attention(q[:, 0], k[:, 0], v[:, 0], sinks=sinks)
 
 

@@ -31,16 +31,16 @@ def zeros(*shape, dtype=torch.int32, **options):
     return torch.zeros(shape, dtype=dtype, **options)
 
 
-def check_error(call, error, match, given):
-    """The call raises this error, and writes nothing."""
+def check_error(call, error, match, given, change={}):
+    """The call raises this error, and writes nothing into the caches that are given."""
     before = {name: x.clone() for name, x in given.items() if "cache" in name and isinstance(x, torch.Tensor)}
     with pytest.raises(error, match=match):
-        call(**given)
+        call(**{**given, **change})
     for name, x in before.items():
         assert x.equal(given[name])
 
 
-# attention_with_kvcache.
+# Arguments that each function takes.
 
 def pages():
     return dict(q=randn(2, 4, 3, 16), k_cache=randn(5, 2, 4, 16), v_cache=randn(5, 2, 4, 16), seqused_k=one(9, 5),
@@ -54,86 +54,6 @@ def dense():
 def packed():
     return dict(pages(), q=randn(1, 4, 6, 16), cu_seqlens_q=one(0, 2, 6))
 
-
-BAD = [
-    (TypeError, "q must be a torch.Tensor, got list", pages, dict(q=[1.0])),
-    (TypeError, "k_cache must be a torch.Tensor, got NoneType", pages, dict(k_cache=None)),
-    (TypeError, "v_cache must be a dense tensor", pages, dict(v_cache=randn(5, 4).to_sparse())),
-    (TypeError, "k_cache is torch.int32", pages, dict(k_cache=torch.ones(5, 2, 4, 16).int())),
-    (TypeError, "q is torch.float8_e4m3fn", pages, dict(q=torch.ones(2, 4, 3, 16).to(torch.float8_e4m3fn))),
-    (TypeError, "q is torch.float32, k_cache is torch.float16", pages, dict(k_cache=randn(5, 2, 4, 16).half())),
-    (ValueError, "same device: q is on cpu, k_cache on meta", pages, dict(k_cache=randn(5, 2, 4, 16, device="meta"))),
-    (ValueError, "4D tensors: q is", pages, dict(q=randn(2, 4, 16))),
-    (ValueError, "head_dim 300", pages, dict(q=randn(2, 4, 3, 300))),
-    (ValueError, "head_dim 300", pages, dict(v_cache=randn(5, 2, 4, 300))),
-    (ValueError, "q and k_cache must have the same head_dim", pages, dict(q=randn(2, 4, 3, 8))),
-    (ValueError, "k_cache and v_cache must have the same shape", pages, dict(v_cache=randn(5, 2, 3, 16))),
-    (ValueError, "the number of query heads", pages, dict(q=randn(2, 3, 3, 16))),
-    (ValueError, "k_cache must be contiguous in its last", pages, dict(k_cache=randn(5, 2, 16, 4).mT)),
-    (ValueError, "v_cache must be contiguous in its last", pages, dict(v_cache=randn(5, 2, 4, 32)[..., ::2])),
-    (TypeError, "page_table must be a torch.Tensor", pages, dict(page_table=[[0, 1], [2, 3]])),
-    (TypeError, "page_table must be int32", pages, dict(page_table=zeros(2, 3).long())),
-    (ValueError, "page_table must be on the same device", pages, dict(page_table=zeros(2, 3, device="meta"))),
-    (ValueError, "page_table must have two dimensions", pages, dict(page_table=one(0, 1))),
-    (ValueError, "page_table must have .* contiguous", pages, dict(page_table=zeros(3, 2).mT)),
-    (ValueError, "page_table must have 2 rows", pages, dict(page_table=zeros(3, 3))),
-    (ValueError, "page_table .* sample 1, got 5", pages, dict(page_table=one(0, 1, 2, 3, 5, 0).view(2, 3))),
-    (ValueError, "page_table .* sample 0, got -1", pages, dict(page_table=one(0, 1, -1, 3, 4, 0).view(2, 3))),
-    (ValueError, "page_table .* sample 0, got 5", pages,
-     dict(page_table=one(0, 1, 2, 3, 5, 0).view(2, 3), cache_batch_idx=one(1, 0))),
-    (ValueError, "page_table must have rows for cache_batch_idx", pages,
-     dict(page_table=zeros(0, 3), cache_batch_idx=one(0, 1))),
-    (ValueError, "seqused_k must be in 0..0 for sample 0", pages,
-     dict(k_cache=randn(0, 2, 4, 16), v_cache=randn(0, 2, 4, 16))),
-    (TypeError, "cache_batch_idx must be int32", pages, dict(cache_batch_idx=zeros(2).long())),
-    (ValueError, "cache_batch_idx must have shape", dense, dict(cache_batch_idx=one(0, 1, 1))),
-    (ValueError, "cache_batch_idx must be in 0..1 for sample 1", dense, dict(cache_batch_idx=one(0, 2))),
-    (ValueError, "cache_batch_idx must be in 0..1 for sample 1", pages, dict(cache_batch_idx=one(0, 2))),
-    (ValueError, "cache_batch_idx must be in 0..1 for sample 0", pages, dict(cache_batch_idx=one(-1, 0))),
-    (ValueError, "as many sequences as there are samples, 2", dense,
-     dict(k_cache=randn(3, 2, 12, 16), v_cache=randn(3, 2, 12, 16))),
-    (ValueError, "rows and keys together: q is", pages,
-     {name: randn(5, 2, 1, 16).expand(-1, -1, 2**30, -1) for name in ("k_cache", "v_cache")}),
-    (TypeError, "seqused_k must be a torch.Tensor, got int", pages, dict(seqused_k=9)),
-    (TypeError, "seqused_k must be int32", pages, dict(seqused_k=torch.tensor([9, 5]))),
-    (ValueError, "seqused_k must have shape", pages, dict(seqused_k=one(9, 5, 1))),
-    (ValueError, "seqused_k must be contiguous", pages, dict(seqused_k=one(9, 0, 5, 0)[::2])),
-    (ValueError, "seqused_k must be in 0..12 for sample 0", pages, dict(seqused_k=one(13, 5))),
-    (ValueError, "seqused_k must be in 0..12 for sample 1", dense, dict(seqused_k=one(3, -1))),
-    (TypeError, "leftpad_k must be int32", pages, dict(leftpad_k=torch.zeros(2))),
-    (ValueError, "leftpad_k must have shape", pages, dict(leftpad_k=one(0))),
-    (ValueError, "leftpad_k must be in 0..5, the length of sample 1", pages, dict(leftpad_k=one(0, 6))),
-    (ValueError, "leftpad_k must be in 0..12", dense, dict(seqused_k=None, leftpad_k=one(-1, 0))),
-    (ValueError, "seqused_q must be in 0..3 for sample 0", pages, dict(seqused_q=one(4, 0))),
-    (ValueError, "with cu_seqlens_q, q must be packed", packed, dict(q=randn(2, 4, 3, 16))),
-    (ValueError, "cu_seqlens_q must have one shape", packed, dict(cu_seqlens_q=one(0))),
-    (ValueError, "cu_seqlens_q must ascend", packed, dict(cu_seqlens_q=one(0, 5, 4))),
-    (ValueError, "cu_seqlens_q must start at 0 and stay within 0..6", packed, dict(cu_seqlens_q=one(0, 2, 7))),
-    (TypeError, "max_seqlen_q must be None, an int or a tensor", packed, dict(max_seqlen_q=2.5)),
-    (TypeError, "num_splits must be an int", pages, dict(num_splits=None)),
-    (TypeError, "num_splits must be an int", pages, dict(num_splits=True)),
-    (ValueError, "num_splits must be in 0..256", pages, dict(num_splits=257)),
-    (ValueError, "num_splits must be in 0..256", pages, dict(num_splits=-1)),
-    (TypeError, "causal must be a bool", pages, dict(causal=1)),
-    (ValueError, "sm_scale must be finite", pages, dict(sm_scale=math.inf)),
-    (TypeError, "window_size must be a pair of ints", pages, dict(window_size=3)),
-    (ValueError, "window_size must be at least -1", pages, dict(window_size=(-2, 0))),
-    (ValueError, "softcap must be at least 0", pages, dict(softcap=-1.0)),
-    (ValueError, "sinks must have shape", pages, dict(sinks=torch.ones(2))),
-    (ValueError, "alibi_slopes must have shape", pages, dict(alibi_slopes=torch.ones(3))),
-    (ValueError, "unknown backend 'other'", pages, dict(backend="other")),
-]
-
-
-@cpu
-@pytest.mark.parametrize("error, match, arguments, change", BAD)
-def test_bad_input(error, match, arguments, change):
-    attention_with_kvcache(**arguments())
-    with pytest.raises(error, match=match):
-        attention_with_kvcache(**{**arguments(), **change})
-
-
-# append_to_kvcache, whose caches are checked by the same functions, and new keys of attention_with_kvcache.
 
 def new_of_pages():
     return dict(k=randn(2, 2, 3, 32), v=randn(2, 2, 3, 32), k_cache=randn(5, 2, 4, 32), v_cache=randn(5, 2, 4, 32),
@@ -149,98 +69,309 @@ def new_of_packed():
     return dict(new_of_pages(), k=randn(1, 2, 6, 32), v=randn(1, 2, 6, 32), cu_seqlens_k_new=one(0, 2, 6))
 
 
+def with_new():
+    return dict(q=randn(2, 4, 3, 32), **new_of_pages(), causal=True)
+
+
+def tables():
+    return {"q": randn(9, 4, 32), "k": randn(10, 16, 2, 32), "v": randn(10, 16, 2, 32),
+            "cu_seqlens_q": one(0, 1, 6, 9), "seqused_k": one(9, 5, 33), "block_table": torch.arange(
+                9, dtype=torch.int32).view(3, 3)}
+
+
+def by_flash_attn():
+    return dict(q=randn(3, 2, 4, 16), k_cache=randn(3, 20, 2, 16), v_cache=randn(3, 20, 2, 16), cache_seqlens=9)
+
+
+def slots():
+    return dict(key=randn(5, 2, 16), value=randn(5, 2, 8), key_cache=randn(3, 4, 2, 16), value_cache=randn(3, 4, 2, 8),
+                slot_mapping=torch.tensor([0, 3, -1, 11, 5]))
+
+
+def partial():
+    return {"out_partial": PARTIAL, "lse_partial": PARTIAL_LSE}
+
+
+def metadata():
+    return dict(zip(("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim"),
+                    (1, 1, 9, 4, 2, 16)), cache_seqlens=one(9))
+
+
 TABLE = torch.randn(12, 8)
-BAD_NEW = [
-    (TypeError, "k must be a torch.Tensor, got list", new_of_pages, dict(k=[1.0])),
-    (TypeError, "k_cache must be a torch.Tensor", new_of_pages, dict(k_cache=None)),
-    (TypeError, "v must be a dense tensor", new_of_pages, dict(v=randn(5, 4).to_sparse())),
-    (TypeError, "k is torch.int32", new_of_pages, dict(k=torch.ones(2, 2, 3, 32).int())),
-    (TypeError, "dtypes must match: k is torch.float16", new_of_pages, dict(k=randn(2, 2, 3, 32).half())),
-    (ValueError, "k is on cpu, v on meta", new_of_pages, dict(v=randn(2, 2, 3, 32, device="meta"))),
-    (ValueError, "4D tensors: k is", new_of_pages, dict(k=randn(2, 3, 32))),
-    (ValueError, "k and v must have the same shape", new_of_pages, dict(k=randn(2, 2, 2, 32))),
-    (ValueError, "the heads", new_of_pages, {name: randn(2, 4, 3, 32) for name in ("k", "v")}),
-    (ValueError, "head_dims of the caches", new_of_pages, dict(v=randn(2, 2, 3, 16))),
-    (ValueError, "k and k_cache must have the same head_dim", new_of_pages, dict(k=randn(2, 2, 3, 16))),
-    (ValueError, "k_cache must be contiguous in its last", new_of_pages, dict(k_cache=randn(5, 2, 32, 4).mT)),
-    (ValueError, "v_cache cannot be written", new_of_pages, dict(v_cache=randn(5, 2, 1, 32).expand(-1, -1, 4, -1))),
-    (ValueError, "seqused_k must be given with new keys", new_of_pages, dict(seqused_k=None)),
-    (ValueError, "seqused_k must be in 0..12 for sample 1", new_of_pages, dict(seqused_k=one(9, -1))),
-    (ValueError, "no room .* sample 0: seqused_k is 10, 3 are new", new_of_pages, dict(seqused_k=one(10, 5))),
-    (ValueError, "no room .* sample 1: seqused_k is 12, 3 are new", new_of_dense, dict(seqused_k=one(9, 12))),
-    (ValueError, "no room .* sample 1: seqused_k is 9, 4 are new", new_of_packed, dict(seqused_k=one(9, 9))),
-    (ValueError, "page_table .*sample 1, got 5", new_of_pages,
-     dict(page_table=one(0, 1, 2, 3, 5, 0).view(2, 3), seqused_k=one(9, 4))),
-    (ValueError, "page_table .*sample 0, got -1", new_of_pages,
-     dict(page_table=one(0, 1, -1, 3, 4, 0).view(2, 3))),
-    (ValueError, "page_table .*sample 0, got 5", new_of_pages,
-     dict(page_table=one(0, 1, 2, 3, 4, 5).view(2, 3), cache_batch_idx=one(1, 0))),
-    (ValueError, "cache_batch_idx .*sample 0, got 2", new_of_pages, dict(cache_batch_idx=one(2, 0))),
-    (ValueError, "cache_batch_idx .*sample 1, got 2", new_of_dense, dict(cache_batch_idx=one(0, 2))),
-    (TypeError, "cu_seqlens_k_new must be int32", new_of_packed, dict(cu_seqlens_k_new=torch.tensor([0, 2, 6]))),
-    (ValueError, "with cu_seqlens_k_new, k must be packed", new_of_pages, dict(cu_seqlens_k_new=one(0, 1, 3))),
-    (ValueError, "cu_seqlens_k_new must ascend", new_of_packed, dict(cu_seqlens_k_new=one(0, 5, 4))),
-    (ValueError, "rotary_cos and rotary_sin must both be given", new_of_pages, dict(rotary_sin=None)),
-    (ValueError, "rotary_seqlens needs rotary_cos", new_of_pages,
-     dict(rotary_cos=None, rotary_sin=None, rotary_seqlens=one(0, 0))),
-    (TypeError, "rotary_cos must be a torch.Tensor", new_of_pages, dict(rotary_cos=1.0)),
-    (TypeError, "rotary_cos must have the dtype of k", new_of_pages, dict(rotary_cos=TABLE.double())),
-    (ValueError, "rotary_sin must be on the same device", new_of_pages, dict(rotary_sin=TABLE.to("meta"))),
-    (ValueError, r"rotary_cos must be \(S_ro", new_of_pages, dict(rotary_cos=TABLE[None])),
-    (ValueError, r"rotary_sin must be \(S_ro", new_of_pages, dict(rotary_sin=TABLE.mT)),
-    (ValueError, "contiguous and not empty", new_of_pages, dict(rotary_cos=TABLE[:0], rotary_sin=TABLE[:0])),
-    (ValueError, r"got \(12, 8\) and \(11, 8\)", new_of_pages, dict(rotary_sin=TABLE[:11])),
-    (ValueError, "rotary_dim must be a multiple of 16", new_of_pages,
-     {name: randn(12, 4) for name in ("rotary_cos", "rotary_sin")}),
-    (ValueError, "rotary_dim must .* at most the head_dim 32", new_of_pages,
-     {name: randn(12, 24) for name in ("rotary_cos", "rotary_sin")}),
-    (ValueError, "rotary_cos has 11 positions, and sample 0 .* seqused_k 9", new_of_pages,
-     dict(rotary_cos=TABLE[:11], rotary_sin=TABLE[:11])),
-    (ValueError, "sample 1 needs those from rotary_seqlens 10 on", new_of_pages, dict(rotary_seqlens=one(0, 10))),
-    (ValueError, "sample 0 needs those from rotary_seqlens -1 on", new_of_pages, dict(rotary_seqlens=one(-1, 0))),
-    (TypeError, "rotary_seqlens must be int32", new_of_pages, dict(rotary_seqlens=torch.tensor([0, 0]))),
-    (ValueError, "rotary_seqlens must have shape", new_of_pages, dict(rotary_seqlens=one(0))),
-    (TypeError, "rotary_interleaved must be a bool", new_of_pages, dict(rotary_interleaved=1)),
-    (ValueError, "unknown backend 'other'", new_of_pages, dict(backend="other")),
-]
-
-
-@cpu
-@pytest.mark.parametrize("error, match, arguments, change", BAD_NEW)
-def test_bad_input_of_append(error, match, arguments, change):
-    append_to_kvcache(**arguments())
-    check_error(append_to_kvcache, error, match, {**arguments(), **change})
-    if "k_cache must be a torch" not in match and "unknown" not in match:  # the same from a call of attention
-        given = dict(q=randn(2, 4, 3, 32), **arguments(), causal=True)
-        attention_with_kvcache(**given)
-        check_error(attention_with_kvcache, error, match, {**given, **change})
-
-
+NEW = dict(k=randn(3, 2, 2, 16), v=randn(3, 2, 2, 16))
+NEW_PACKED = dict(k=randn(6, 2, 16), v=randn(6, 2, 16), cu_seqlens_k_new=one(0, 1, 4, 6))
+TWO_PAGES = one(*range(3), *range(3)).view(3, 2)
 NO_NEW = dict(k=None, v=None)
 NO_ROTATION = dict(rotary_cos=None, rotary_sin=None)
+PARTIAL, PARTIAL_LSE = torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 5, 4)
+
+# (error, what changes, what the error says: the name of the first argument that changes, if nothing else stands here).
+OF_PAGES = [
+    (TypeError, dict(q=[1.0]), "q must be a torch.Tensor, got list"),
+    (TypeError, dict(k_cache=None), "k_cache must be a torch.Tensor, got NoneType"),
+    (TypeError, dict(v_cache=randn(5, 4).to_sparse()), "v_cache must be a dense tensor"),
+    (TypeError, dict(k_cache=torch.ones(5, 2, 4, 16).int()), "k_cache is torch.int32"),
+    (TypeError, dict(q=torch.ones(2, 4, 3, 16).to(torch.float8_e4m3fn)), "q is torch.float8_e4m3fn"),
+    (TypeError, dict(k_cache=randn(5, 2, 4, 16).half()), "q is torch.float32, k_cache is torch.float16"),
+    (ValueError, dict(k_cache=randn(5, 2, 4, 16, device="meta"))),
+    (ValueError, dict(q=randn(2, 4, 16)), "4D tensors: q is"),
+    (ValueError, dict(q=randn(2, 4, 3, 300)), "head_dim 300"),
+    (ValueError, dict(v_cache=randn(5, 2, 4, 300)), "head_dim 300"),
+    (ValueError, dict(q=randn(2, 4, 3, 8)), "q and k_cache must have the same head_dim"),
+    (ValueError, dict(v_cache=randn(5, 2, 3, 16))),
+    (ValueError, dict(q=randn(2, 3, 3, 16)), "the number of query heads"),
+    (ValueError, dict(k_cache=randn(5, 2, 16, 4).mT)),
+    (ValueError, dict(v_cache=randn(5, 2, 4, 32)[..., ::2])),
+    (TypeError, dict(page_table=[[0, 1], [2, 3]])),
+    (TypeError, dict(page_table=zeros(2, 3).long()), "page_table must be int32"),
+    (ValueError, dict(page_table=zeros(2, 3, device="meta"))),
+    (ValueError, dict(page_table=one(0, 1))),
+    (ValueError, dict(page_table=zeros(3, 2).mT)),
+    (ValueError, dict(page_table=zeros(3, 3))),
+    (ValueError, dict(page_table=one(0, 1, 2, 3, 5, 0).view(2, 3)), "page_table .* sample 1, got 5"),
+    (ValueError, dict(page_table=one(0, 1, -1, 3, 4, 0).view(2, 3)), "page_table .* sample 0, got -1"),
+    (ValueError, dict(page_table=one(0, 1, 2, 3, 5, 0).view(2, 3), cache_batch_idx=one(1, 0)),
+     "page_table .* sample 0, got 5"),
+    (ValueError, dict(page_table=zeros(0, 3), cache_batch_idx=one(0, 1)),
+     "page_table must have rows for cache_batch_idx"),
+    (ValueError, dict(k_cache=randn(0, 2, 4, 16), v_cache=randn(0, 2, 4, 16)),
+     "seqused_k must be in 0..0 for sample 0"),
+    (TypeError, dict(cache_batch_idx=zeros(2).long()), "cache_batch_idx must be int32"),
+    (ValueError, dict(cache_batch_idx=one(0, 2)), "cache_batch_idx must be in 0..1 for sample 1"),
+    (ValueError, dict(cache_batch_idx=one(-1, 0)), "cache_batch_idx must be in 0..1 for sample 0"),
+    (ValueError, {name: randn(5, 2, 1, 16).expand(-1, -1, 2**30, -1) for name in ("k_cache", "v_cache")},
+     "rows and keys together: q is"),
+    (TypeError, dict(seqused_k=9), "seqused_k must be a torch.Tensor, got int"),
+    (TypeError, dict(seqused_k=torch.tensor([9, 5])), "seqused_k must be int32"),
+    (ValueError, dict(seqused_k=one(9, 5, 1))),
+    (ValueError, dict(seqused_k=one(9, 0, 5, 0)[::2])),
+    (ValueError, dict(seqused_k=one(13, 5)), "seqused_k must be in 0..12 for sample 0"),
+    (TypeError, dict(leftpad_k=torch.zeros(2)), "leftpad_k must be int32"),
+    (ValueError, dict(leftpad_k=one(0))),
+    (ValueError, dict(leftpad_k=one(0, 6))),
+    (ValueError, dict(seqused_q=one(4, 0)), "seqused_q must be in 0..3 for sample 0"),
+    (TypeError, dict(num_splits=None)),
+    (TypeError, dict(num_splits=True)),
+    (ValueError, dict(num_splits=257), "num_splits must be in 0..256"),
+    (ValueError, dict(num_splits=-1), "num_splits must be in 0..256"),
+    (TypeError, dict(causal=1)),
+    (ValueError, dict(sm_scale=math.inf)),
+    (TypeError, dict(window_size=3)),
+    (ValueError, dict(window_size=(-2, 0)), "window_size must be at least -1"),
+    (ValueError, dict(softcap=-1.0)),
+    (ValueError, dict(sinks=torch.ones(2))),
+    (ValueError, dict(alibi_slopes=torch.ones(3))),
+    (ValueError, dict(backend="other"), "unknown backend 'other'"),
+]
+OF_DENSE = [
+    (ValueError, dict(cache_batch_idx=one(0, 1, 1))),
+    (ValueError, dict(cache_batch_idx=one(0, 2)), "cache_batch_idx must be in 0..1 for sample 1"),
+    (ValueError, dict(k_cache=randn(3, 2, 12, 16), v_cache=randn(3, 2, 12, 16)),
+     "as many sequences as there are samples, 2"),
+    (ValueError, dict(seqused_k=one(3, -1)), "seqused_k must be in 0..12 for sample 1"),
+    (ValueError, dict(seqused_k=None, leftpad_k=one(-1, 0)), "leftpad_k must be in 0..12"),
+]
+OF_PACKED = [
+    (ValueError, dict(q=randn(2, 4, 3, 16)), "with cu_seqlens_q, q must be packed"),
+    (ValueError, dict(cu_seqlens_q=one(0))),
+    (ValueError, dict(cu_seqlens_q=one(0, 5, 4))),
+    (ValueError, dict(cu_seqlens_q=one(0, 2, 7))),
+    (TypeError, dict(max_seqlen_q=2.5)),
+]
+NEW_OF_PAGES = [
+    (TypeError, dict(k=[1.0]), "k must be a torch.Tensor, got list"),
+    (TypeError, dict(k_cache=None)),
+    (TypeError, dict(v=randn(5, 4).to_sparse()), "v must be a dense tensor"),
+    (TypeError, dict(k=torch.ones(2, 2, 3, 32).int()), "k is torch.int32"),
+    (TypeError, dict(k=randn(2, 2, 3, 32).half()), "dtypes must match: k is torch.float16"),
+    (ValueError, dict(v=randn(2, 2, 3, 32, device="meta"))),
+    (ValueError, dict(k=randn(2, 3, 32)), "4D tensors: k is"),
+    (ValueError, dict(k=randn(2, 2, 2, 32))),
+    (ValueError, {name: randn(2, 4, 3, 32) for name in ("k", "v")}, "the heads"),
+    (ValueError, dict(v=randn(2, 2, 3, 16)), "head_dims of the caches"),
+    (ValueError, dict(k=randn(2, 2, 3, 16)), "k and k_cache must have the same head_dim"),
+    (ValueError, dict(k_cache=randn(5, 2, 32, 4).mT)),
+    (ValueError, dict(v_cache=randn(5, 2, 1, 32).expand(-1, -1, 4, -1))),
+    (ValueError, dict(seqused_k=None), "seqused_k must be given with new keys"),
+    (ValueError, dict(seqused_k=one(9, -1)), "seqused_k must be in 0..12 for sample 1"),
+    (ValueError, dict(seqused_k=one(10, 5)), "no room .* sample 0: seqused_k is 10, 3 are new"),
+    (ValueError, dict(page_table=one(0, 1, 2, 3, 5, 0).view(2, 3), seqused_k=one(9, 4)),
+     "page_table .*sample 1, got 5"),
+    (ValueError, dict(page_table=one(0, 1, -1, 3, 4, 0).view(2, 3)), "page_table .*sample 0, got -1"),
+    (ValueError, dict(page_table=one(0, 1, 2, 3, 4, 5).view(2, 3), cache_batch_idx=one(1, 0)),
+     "page_table .*sample 0, got 5"),
+    (ValueError, dict(cache_batch_idx=one(2, 0)), "cache_batch_idx .*sample 0, got 2"),
+    (ValueError, dict(cu_seqlens_k_new=one(0, 1, 3)), "with cu_seqlens_k_new, k must be packed"),
+    (ValueError, dict(rotary_sin=None), "rotary_cos and rotary_sin must both be given"),
+    (ValueError, dict(rotary_cos=None, rotary_sin=None, rotary_seqlens=one(0, 0))),
+    (TypeError, dict(rotary_cos=1.0)),
+    (TypeError, dict(rotary_cos=TABLE.double())),
+    (ValueError, dict(rotary_sin=TABLE.to("meta"))),
+    (ValueError, dict(rotary_cos=TABLE[None])),
+    (ValueError, dict(rotary_sin=TABLE.mT)),
+    (ValueError, dict(rotary_cos=TABLE[:0], rotary_sin=TABLE[:0])),
+    (ValueError, dict(rotary_sin=TABLE[:11])),
+    (ValueError, {name: randn(12, 4) for name in ("rotary_cos", "rotary_sin")}),
+    (ValueError, {name: randn(12, 24) for name in ("rotary_cos", "rotary_sin")}),
+    (ValueError, dict(rotary_cos=TABLE[:11], rotary_sin=TABLE[:11]),
+     "rotary_cos has 11 positions, and sample 0 .* seqused_k 9"),
+    (ValueError, dict(rotary_seqlens=one(0, 10)), "sample 1 needs those from rotary_seqlens 10 on"),
+    (ValueError, dict(rotary_seqlens=one(-1, 0)), "sample 0 needs those from rotary_seqlens -1 on"),
+    (TypeError, dict(rotary_seqlens=torch.tensor([0, 0])), "rotary_seqlens must be int32"),
+    (ValueError, dict(rotary_seqlens=one(0))),
+    (TypeError, dict(rotary_interleaved=1)),
+    (ValueError, dict(backend="other"), "unknown backend 'other'"),
+]
+NEW_OF_DENSE = [
+    (ValueError, dict(seqused_k=one(9, 12)), "no room .* sample 1: seqused_k is 12, 3 are new"),
+    (ValueError, dict(cache_batch_idx=one(0, 2)), "cache_batch_idx .*sample 1, got 2"),
+]
+NEW_OF_PACKED = [
+    (ValueError, dict(seqused_k=one(9, 9)), "no room .* sample 1: seqused_k is 9, 4 are new"),
+    (TypeError, dict(cu_seqlens_k_new=torch.tensor([0, 2, 6])), "cu_seqlens_k_new must be int32"),
+    (ValueError, dict(cu_seqlens_k_new=one(0, 5, 4))),
+]
+WITH_NEW = [
+    (ValueError, dict(v=None), "k and v must both be given"),
+    (ValueError, dict(k=None), "k and v must both be given"),
+    (ValueError, NO_NEW, "rotary_cos needs new keys"),
+    (ValueError, dict(NO_NEW, rotary_cos=None), "rotary_sin needs new keys"),
+    (ValueError, dict(NO_NEW, **NO_ROTATION, rotary_seqlens=one(0, 0)), "rotary_seqlens needs new keys"),
+    (ValueError, dict(NO_NEW, **NO_ROTATION, cu_seqlens_k_new=one(0, 3, 6)), "cu_seqlens_k_new needs new keys"),
+    (ValueError, {name: randn(3, 2, 3, 32) for name in ("k", "v")}, "k must have as many samples as q, got 3"),
+    (ValueError, dict(leftpad_k=one(10, 0))),
+    (ValueError, dict(q=randn(2, 4, 4, 32)), "rotary_cos has 12 positions, .* as its 4 rows"),
+    (TypeError, dict(causal=1)),
+    (ValueError, dict(sm_scale=math.inf)),
+    (ValueError, dict(softcap=-1.0)),
+    (ValueError, dict(sinks=torch.ones(2))),
+    (ValueError, dict(alibi_slopes=torch.ones(3))),
+]
+VARLEN = [
+    (ValueError, dict(q=randn(1, 9, 4, 32)), r"flash_attn_varlen_func: q must be \(T, H, D\)"),
+    (ValueError, dict(k=randn(9, 2, 32)), r"flash_attn_varlen_func: k must be \(num_pages, page_size, Hk, D\)"),
+    (ValueError, dict(cu_seqlens_q=None)),
+    (ValueError, dict(cu_seqlens_k=one(0, 9, 14, 47)), "cu_seqlens_k and seqused_k cannot both be given"),
+    (TypeError, dict(seqused_k=None, cu_seqlens_k=torch.tensor([0, 9, 14, 47])), "cu_seqlens_k must be int32"),
+    (ValueError, dict(seqused_k=None, cu_seqlens_k=one(0, 9, 14)), "entries of cu_seqlens_k must be int32"),
+    (ValueError, dict(seqused_k=None, cu_seqlens_k=one(0, 9, 8, 12)),
+     "entries of cu_seqlens_k must be in 0..48 for sample 1"),
+    (ValueError, dict(block_table=None), "seqused_k without cu_seqlens_k needs a page table: give block_table"),
+    (NotImplementedError, dict(dropout_p=0.1), "flash_attn_varlen_func: dropout_p is not supported"),
+    (TypeError, dict(dropout_p=False)),
+    (ValueError, dict(block_table=zeros(2, 3))),
+    (ValueError, dict(softmax_scale=math.nan)),
+    (TypeError, dict(q=randn(9, 4, 32).double()), "q is torch.float64, k is torch.float32, v is torch.float32"),
+    (ValueError, dict(out=torch.empty(9, 4, 32).double()), r"out must be torch.float32 of shape \(9, 4, 32\)"),
+    (NotImplementedError, dict(k=randn(10, 16, 2, 32, requires_grad=True)),
+     "flash_attn_varlen_func has no backward pass yet, but k requires grad"),
+]
+WITH_KVCACHE = [
+    (ValueError, dict(cache_seqlens=21), "cache_seqlens must be in 0..20, got 21"),
+    (ValueError, dict(cache_seqlens=-1), "cache_seqlens must be in 0..20, got -1"),
+    (ValueError, dict(cache_seqlens=one(3, 3, 21)), "cache_seqlens must be in 0..20 for sample 2"),
+    (ValueError, dict(cache_seqlens=41, page_table=TWO_PAGES), "cache_seqlens must be in 0..40, got 41"),
+    (TypeError, dict(cache_seqlens=3.0), "cache_seqlens must be a torch.Tensor, got float"),
+    (TypeError, dict(cache_seqlens=True), "cache_seqlens must be a torch.Tensor, got bool"),
+    (ValueError, dict(cache_leftpad=one(10, 0, 0))),
+    (ValueError, dict(k_cache=randn(20, 2, 16)), r"flash_attn_with_kvcache: k_cache must be \(B, S, Hk, D\)"),
+    (ValueError, dict(cu_seqlens_q=one(0, 2, 4, 6)), r"flash_attn_with_kvcache: q must be \(T, H, D\)"),
+    (TypeError, dict(q=None), "q must be a torch.Tensor, got NoneType"),
+    (TypeError, dict(block_table=torch.zeros(3, 2)), "block_table must be int32"),
+    (TypeError, dict(q=randn(6, 4, 16), cu_seqlens_q=[0, 2, 4, 6]), "cu_seqlens_q must be a torch.Tensor"),
+    (ValueError, dict(softmax_scale=math.nan)),
+    (NotImplementedError, dict(k_cache=randn(3, 20, 2, 16, requires_grad=True)),
+     "flash_attn_with_kvcache has no backward pass yet, but k_cache requires grad"),
+    (ValueError, dict(q=randn(3, 2, 4, 16, requires_grad=True), out=torch.empty(3, 2, 4, 16)),
+     "out cannot be given where gradients are wanted"),
+    (ValueError, dict(NEW, cache_seqlens=19), "no room for the new keys: cache_seqlens is 19, 2 are new"),
+    (ValueError, dict(NEW, cache_seqlens=39, page_table=TWO_PAGES), "no room .* cache_seqlens is 39, 2 are new"),
+    (ValueError, dict(NEW, cache_seqlens=one(3, 3, 19)), "no room .* sample 2: cache_seqlens is 19"),
+    (ValueError, dict(NEW_PACKED, cache_seqlens=18), "no room .* sample 1: cache_seqlens is 18, 3 are new"),
+    (ValueError, dict(NEW, cache_seqlens=None), "cache_seqlens must be given with new keys"),
+    (ValueError, dict(NEW, k=randn(6, 2, 16)), r"flash_attn_with_kvcache: k must be \(B, Sn, Hk, D\)"),
+    (ValueError, dict(NEW_PACKED, v=NEW["v"]), r"flash_attn_with_kvcache: v must be \(T, Hk, D\)"),
+    (ValueError, dict(NEW, v=None), "k and v must both be given"),
+    (ValueError, dict(rotary_cos=TABLE, rotary_sin=TABLE), "rotary_cos needs new keys"),
+    (NotImplementedError, dict(NEW, k=randn(3, 2, 2, 16, requires_grad=True)),
+     "flash_attn_with_kvcache has no backward pass yet, but k requires grad"),
+    (ValueError, dict(NEW, out=torch.empty(3, 2, 4, 15)), "out must be torch.float32 of shape"),
+]
+SLOTS = [
+    (TypeError, dict(key=[]), "key must be a torch.Tensor, got list"),
+    (TypeError, dict(key=torch.ones(5, 2, 16).int()), "key is torch.int32"),
+    (TypeError, dict(value=randn(5, 2, 8).half()), "key is torch.float32, value is torch.float16"),
+    (ValueError, dict(value=randn(5, 2, 8, device="meta"))),
+    (ValueError, dict(key=randn(5, 1, 2, 16))),
+    (ValueError, dict(key=randn(5, 2, 8)), "the heads and head_dims of the caches"),
+    (ValueError, dict(value=randn(4, 2, 8)), "the heads and head_dims of the caches"),
+    (ValueError, dict(value_cache=randn(3, 5, 2, 8)), "the heads and head_dims of the caches"),
+    (ValueError, dict(value=randn(5, 2, 300), value_cache=randn(3, 4, 2, 300)), "head_dim 300 of value"),
+    (ValueError, dict(value_cache=randn(3, 4, 8, 2).mT)),
+    (ValueError, dict(key_cache=randn(1, 4, 2, 16).expand(3, -1, -1, -1))),
+    (TypeError, dict(slot_mapping=[0, 1])),
+    (TypeError, dict(slot_mapping=one(0, 1, 2, 3, 4)), "slot_mapping must be int64"),
+    (ValueError, dict(slot_mapping=zeros(5, dtype=torch.int64, device="meta"))),
+    (ValueError, dict(slot_mapping=torch.arange(6))),
+    (ValueError, dict(slot_mapping=torch.arange(10)[::2])),
+    (ValueError, dict(slot_mapping=torch.tensor([0, 12])), "slot_mapping must be below 12"),
+    (NotImplementedError, dict(kv_cache_dtype="fp8"), "kv_cache_dtype 'fp8' is not supported"),
+    (NotImplementedError, dict(value=randn(5, 2, 8, requires_grad=True)),
+     "reshape_and_cache has no backward pass yet, but value requires"),
+    (ValueError, dict(backend="other"), "unknown backend 'other'"),
+]
+COMBINE = [
+    (TypeError, dict(out_partial=[]), "out_partial must be a torch.Tensor, got list"),
+    (TypeError, dict(lse_partial=None)),
+    (TypeError, dict(out_partial=PARTIAL.int()), "out_partial is torch.int32"),
+    (TypeError, dict(lse_partial=PARTIAL_LSE.half())),
+    (TypeError, dict(out_dtype=torch.int8)),
+    (ValueError, dict(out_partial=PARTIAL[0, 0])),
+    (ValueError, dict(out_partial=PARTIAL[:0]), "with 1 to 256 splits"),
+    (ValueError, dict(out_partial=PARTIAL[:1].expand(257, -1, -1, -1, -1)), "with 1 to 256 splits"),
+    (ValueError, dict(lse_partial=PARTIAL_LSE.transpose(2, 3))),
+    (TypeError, dict(out=3)),
+    (ValueError, dict(out=PARTIAL), "out must be torch.float32 of shape"),
+    (ValueError, dict(out=PARTIAL[0].clone(), out_dtype=torch.float16), "out must be torch.float16 of shape"),
+    (NotImplementedError, dict(out_partial=PARTIAL.clone().requires_grad_()),
+     "flash_attn_combine has no backward pass yet"),
+]
+METADATA = [(TypeError, dict(cache_seqlens=9), "cache_seqlens must be a torch.Tensor, got int")]
+CASES = [(call, given, *row) for call, given, rows in [
+    (attention_with_kvcache, pages, OF_PAGES), (attention_with_kvcache, dense, OF_DENSE),
+    (attention_with_kvcache, packed, OF_PACKED), (attention_with_kvcache, with_new, WITH_NEW),
+    (append_to_kvcache, new_of_pages, NEW_OF_PAGES), (append_to_kvcache, new_of_dense, NEW_OF_DENSE),
+    (append_to_kvcache, new_of_packed, NEW_OF_PACKED), (flash_attn_varlen_func, tables, VARLEN),
+    (flash_attn_with_kvcache, by_flash_attn, WITH_KVCACHE), (reshape_and_cache, slots, SLOTS),
+    (flash_attn_combine, partial, COMBINE), (minimal_attn.get_scheduler_metadata, metadata, METADATA),
+] for row in rows]
+
+
+def name_of(x):
+    return getattr(x, "__name__", None) or "-".join(x) if isinstance(x, dict) or callable(x) else None
 
 
 @cpu
-@pytest.mark.parametrize("error, match, change", [
-    (ValueError, "k and v must both be given", dict(v=None)),
-    (ValueError, "k and v must both be given", dict(k=None)),
-    (ValueError, "rotary_cos needs new keys", NO_NEW),
-    (ValueError, "rotary_sin needs new keys", dict(NO_NEW, rotary_cos=None)),
-    (ValueError, "rotary_seqlens needs new keys", dict(NO_NEW, **NO_ROTATION, rotary_seqlens=one(0, 0))),
-    (ValueError, "cu_seqlens_k_new needs new keys", dict(NO_NEW, **NO_ROTATION, cu_seqlens_k_new=one(0, 3, 6))),
-    (ValueError, "k must have as many samples as q, got 3", {name: randn(3, 2, 3, 32) for name in ("k", "v")}),
-    (ValueError, "leftpad_k must be in 0..9, the length of sample 0", dict(leftpad_k=one(10, 0))),
-    (ValueError, "rotary_cos has 12 positions, .* as its 4 rows", dict(q=randn(2, 4, 4, 32))),
-    (TypeError, "causal must be a bool", dict(causal=1)),
-    (ValueError, "sm_scale must be finite", dict(sm_scale=math.inf)),
-    (ValueError, "softcap must be at least 0", dict(softcap=-1.0)),
-    (ValueError, "sinks must have shape", dict(sinks=torch.ones(2))),
-    (ValueError, "alibi_slopes must have shape", dict(alibi_slopes=torch.ones(3))),
-])
-def test_bad_input_with_new_keys(error, match, change):
-    given = dict(q=randn(2, 4, 3, 32), **new_of_pages(), causal=True)
+@pytest.mark.parametrize("call, arguments, error, change, says", [(*x, None)[:5] for x in CASES], ids=name_of)
+def test_bad_input(call, arguments, error, change, says):
+    call(**arguments())
+    check_error(call, error, says or rf"\b{next(iter(change))}\b", arguments(), change)
+
+
+@cpu
+@pytest.mark.parametrize("arguments, error, change, says", [
+    (arguments, *row, None)[:4] for call, arguments, *row in CASES
+    if call is append_to_kvcache and row[1].get("k_cache", row) is not None], ids=name_of)
+def test_bad_input_of_append_in_attention(arguments, error, change, says):
+    """New keys of attention_with_kvcache are checked as those of append_to_kvcache."""
+    given = dict(q=randn(2, 4, 3, 32), **arguments(), causal=True)
     attention_with_kvcache(**given)
-    check_error(attention_with_kvcache, error, match, {**given, **change})
+    check_error(attention_with_kvcache, error, says or rf"\b{next(iter(change))}\b", given, change)
+
+
+@cpu
+def test_with_kvcache_takes_new_keys():
+    flash_attn_with_kvcache(**by_flash_attn(), **NEW)
 
 
 def all_requiring():
@@ -273,152 +404,9 @@ def test_errors_while_tracing():
     """Dynamo fails in its own words, but with ours among them."""
     given = new_of_pages()
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="ValueError.*page_table must have 2 rows"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="ValueError.*page_table must be int32 .*2, max_pages"):
         torch.compile(append_to_kvcache, fullgraph=True, backend="eager")(
             **{**given, "page_table": given["page_table"][:1]})
-
-
-# By flash-attn's names.
-
-def tables():
-    return {"q": randn(9, 4, 32), "k": randn(10, 16, 2, 32), "v": randn(10, 16, 2, 32),
-            "cu_seqlens_q": one(0, 1, 6, 9), "seqused_k": one(9, 5, 33), "block_table": torch.arange(
-                9, dtype=torch.int32).view(3, 3)}
-
-
-@cpu
-@pytest.mark.parametrize("error, match, change", [
-    (ValueError, r"flash_attn_varlen_func: q must be \(T, H, D\)", dict(q=randn(1, 9, 4, 32))),
-    (ValueError, r"flash_attn_varlen_func: k must be \(num_pages, page_size, Hk, D\)", dict(k=randn(9, 2, 32))),
-    (ValueError, "cu_seqlens_q must be given", dict(cu_seqlens_q=None)),
-    (ValueError, "cu_seqlens_k and seqused_k cannot both be given", dict(cu_seqlens_k=one(0, 9, 14, 47))),
-    (TypeError, "cu_seqlens_k must be int32", dict(seqused_k=None, cu_seqlens_k=torch.tensor([0, 9, 14, 47]))),
-    (ValueError, r"entries of cu_seqlens_k must have shape \(3,\)", dict(seqused_k=None, cu_seqlens_k=one(0, 9, 14))),
-    (ValueError, "entries of cu_seqlens_k must be in 0..48 for sample 1",
-     dict(seqused_k=None, cu_seqlens_k=one(0, 9, 8, 12))),
-    (ValueError, "seqused_k without cu_seqlens_k needs a page table: give block_table", dict(block_table=None)),
-    (NotImplementedError, "flash_attn_varlen_func: dropout_p is not supported", dict(dropout_p=0.1)),
-    (TypeError, "dropout_p must be a number", dict(dropout_p=False)),
-    (ValueError, "block_table must have 3 rows", dict(block_table=zeros(2, 3))),
-    (ValueError, "softmax_scale must be finite", dict(softmax_scale=math.nan)),
-    (TypeError, "q is torch.float64, k is torch.float32, v is torch.float32", dict(q=randn(9, 4, 32).double())),
-    (ValueError, r"out must be torch.float32 of shape \(9, 4, 32\)", dict(out=torch.empty(9, 4, 32).double())),
-    (NotImplementedError, "flash_attn_varlen_func has no backward pass yet, but k requires grad",
-     dict(k=randn(10, 16, 2, 32, requires_grad=True))),
-])
-def test_varlen_func_bad_input(error, match, change):
-    flash_attn_varlen_func(**tables())
-    check_error(flash_attn_varlen_func, error, match, {**tables(), **change})
-
-
-NEW = dict(k=randn(3, 2, 2, 16), v=randn(3, 2, 2, 16))
-NEW_PACKED = dict(k=randn(6, 2, 16), v=randn(6, 2, 16), cu_seqlens_k_new=one(0, 1, 4, 6))
-TWO_PAGES = one(*range(3), *range(3)).view(3, 2)
-
-
-@cpu
-@pytest.mark.parametrize("error, match, change", [
-    (ValueError, "cache_seqlens must be in 0..20, got 21", dict(cache_seqlens=21)),
-    (ValueError, "cache_seqlens must be in 0..20, got -1", dict(cache_seqlens=-1)),
-    (ValueError, "cache_seqlens must be in 0..20 for sample 2", dict(cache_seqlens=one(3, 3, 21))),
-    (ValueError, "cache_seqlens must be in 0..40, got 41", dict(cache_seqlens=41, page_table=TWO_PAGES)),
-    (TypeError, "cache_seqlens must be a torch.Tensor, got float", dict(cache_seqlens=3.0)),
-    (TypeError, "cache_seqlens must be a torch.Tensor, got bool", dict(cache_seqlens=True)),
-    (ValueError, "cache_leftpad must be in 0..9, the length of sample 0", dict(cache_leftpad=one(10, 0, 0))),
-    (ValueError, r"flash_attn_with_kvcache: k_cache must be \(B, S, Hk, D\)", dict(k_cache=randn(20, 2, 16))),
-    (ValueError, r"flash_attn_with_kvcache: q must be \(T, H, D\)", dict(cu_seqlens_q=one(0, 2, 4, 6))),
-    (TypeError, "q must be a torch.Tensor, got NoneType", dict(q=None)),
-    (TypeError, "block_table must be int32", dict(block_table=torch.zeros(3, 2))),
-    (TypeError, "cu_seqlens_q must be a torch.Tensor", dict(q=randn(6, 4, 16), cu_seqlens_q=[0, 2, 4, 6])),
-    (ValueError, "softmax_scale must be finite", dict(softmax_scale=math.nan)),
-    (NotImplementedError, "flash_attn_with_kvcache has no backward pass yet, but k_cache requires grad",
-     dict(k_cache=randn(3, 20, 2, 16, requires_grad=True))),
-    (ValueError, "out cannot be given where gradients are wanted",
-     dict(q=randn(3, 2, 4, 16, requires_grad=True), out=torch.empty(3, 2, 4, 16))),
-    (ValueError, "no room for the new keys: cache_seqlens is 19, 2 are new", dict(NEW, cache_seqlens=19)),
-    (ValueError, "no room .* cache_seqlens is 39, 2 are new", dict(NEW, cache_seqlens=39, page_table=TWO_PAGES)),
-    (ValueError, "no room .* sample 2: cache_seqlens is 19", dict(NEW, cache_seqlens=one(3, 3, 19))),
-    (ValueError, "no room .* sample 1: cache_seqlens is 18, 3 are new", dict(NEW_PACKED, cache_seqlens=18)),
-    (ValueError, "cache_seqlens must be given with new keys", dict(NEW, cache_seqlens=None)),
-    (ValueError, r"flash_attn_with_kvcache: k must be \(B, Sn, Hk, D\)", dict(NEW, k=randn(6, 2, 16))),
-    (ValueError, r"flash_attn_with_kvcache: v must be \(T, Hk, D\)", dict(NEW_PACKED, v=NEW["v"])),
-    (ValueError, "k and v must both be given", dict(NEW, v=None)),
-    (ValueError, "rotary_cos needs new keys", dict(rotary_cos=TABLE, rotary_sin=TABLE)),
-    (NotImplementedError, "flash_attn_with_kvcache has no backward pass yet, but k requires grad",
-     dict(NEW, k=randn(3, 2, 2, 16, requires_grad=True))),
-    (ValueError, "out must be torch.float32 of shape", dict(NEW, out=torch.empty(3, 2, 4, 15))),
-])
-def test_with_kvcache_bad_input(error, match, change):
-    given = dict(q=randn(3, 2, 4, 16), k_cache=randn(3, 20, 2, 16), v_cache=randn(3, 20, 2, 16), cache_seqlens=9)
-    flash_attn_with_kvcache(**given, **NEW)
-    flash_attn_with_kvcache(**given)
-    check_error(flash_attn_with_kvcache, error, match, {**given, **change})
-
-
-@cpu
-def test_get_scheduler_metadata_bad_input():
-    with pytest.raises(TypeError, match="cache_seqlens must be a torch.Tensor, got int"):
-        minimal_attn.get_scheduler_metadata(1, 1, 9, 4, 2, 16, 9)
-
-
-def slots():
-    return dict(key=randn(5, 2, 16), value=randn(5, 2, 8), key_cache=randn(3, 4, 2, 16), value_cache=randn(3, 4, 2, 8),
-                slot_mapping=torch.tensor([0, 3, -1, 11, 5]))
-
-
-@cpu
-@pytest.mark.parametrize("error, match, change", [
-    (TypeError, "key must be a torch.Tensor, got list", dict(key=[])),
-    (TypeError, "key is torch.int32", dict(key=torch.ones(5, 2, 16).int())),
-    (TypeError, "key is torch.float32, value is torch.float16", dict(value=randn(5, 2, 8).half())),
-    (ValueError, "same device: key is on cpu", dict(value=randn(5, 2, 8, device="meta"))),
-    (ValueError, r"key and value \(T, Hk, D\)", dict(key=randn(5, 1, 2, 16))),
-    (ValueError, "the heads and head_dims of the caches", dict(key=randn(5, 2, 8))),
-    (ValueError, "the heads and head_dims of the caches", dict(value=randn(4, 2, 8))),
-    (ValueError, "the heads and head_dims of the caches", dict(value_cache=randn(3, 5, 2, 8))),
-    (ValueError, "head_dim 300 of value", dict(value=randn(5, 2, 300), value_cache=randn(3, 4, 2, 300))),
-    (ValueError, "value_cache must be contiguous in its last", dict(value_cache=randn(3, 4, 8, 2).mT)),
-    (ValueError, "key_cache cannot be written", dict(key_cache=randn(1, 4, 2, 16).expand(3, -1, -1, -1))),
-    (TypeError, "slot_mapping must be a torch.Tensor", dict(slot_mapping=[0, 1])),
-    (TypeError, "slot_mapping must be int64", dict(slot_mapping=one(0, 1, 2, 3, 4))),
-    (ValueError, "slot_mapping must be on the same device",
-     dict(slot_mapping=zeros(5, dtype=torch.int64, device="meta"))),
-    (ValueError, "slot_mapping must be contiguous, with one value a row", dict(slot_mapping=torch.arange(6))),
-    (ValueError, "slot_mapping must be contiguous", dict(slot_mapping=torch.arange(10)[::2])),
-    (ValueError, "slot_mapping must be below 12", dict(slot_mapping=torch.tensor([0, 12]))),
-    (NotImplementedError, "kv_cache_dtype 'fp8' is not supported", dict(kv_cache_dtype="fp8")),
-    (NotImplementedError, "reshape_and_cache has no backward pass yet, but value requires",
-     dict(value=randn(5, 2, 8, requires_grad=True))),
-    (ValueError, "unknown backend 'other'", dict(backend="other")),
-])
-def test_bad_slots(error, match, change):
-    reshape_and_cache(**slots())
-    check_error(reshape_and_cache, error, match, {**slots(), **change})
-
-
-PARTIAL, PARTIAL_LSE = torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 5, 4)
-
-
-@cpu
-@pytest.mark.parametrize("error, match, change", [
-    (TypeError, "out_partial must be a torch.Tensor, got list", dict(out_partial=[])),
-    (TypeError, "lse_partial must be a torch.Tensor", dict(lse_partial=None)),
-    (TypeError, "out_partial is torch.int32", dict(out_partial=PARTIAL.int())),
-    (TypeError, "lse_partial must be torch.float32", dict(lse_partial=PARTIAL_LSE.half())),
-    (TypeError, "out_dtype must be None or one of", dict(out_dtype=torch.int8)),
-    (ValueError, r"out_partial must be \(num_splits, B, S, H, D\)", dict(out_partial=PARTIAL[0, 0])),
-    (ValueError, "with 1 to 256 splits", dict(out_partial=PARTIAL[:0])),
-    (ValueError, "with 1 to 256 splits", dict(out_partial=PARTIAL[:1].expand(257, -1, -1, -1, -1))),
-    (ValueError, r"lse_partial must have shape \(3, 2, 5, 4\)", dict(lse_partial=PARTIAL_LSE.transpose(2, 3))),
-    (TypeError, "out must be a torch.Tensor", dict(out=3)),
-    (ValueError, "out must be torch.float32 of shape", dict(out=PARTIAL)),
-    (ValueError, "out must be torch.float16 of shape", dict(out=PARTIAL[0].clone(), out_dtype=torch.float16)),
-    (NotImplementedError, "flash_attn_combine has no backward pass yet", dict(
-        out_partial=PARTIAL.clone().requires_grad_())),
-])
-def test_combine_bad_input(error, match, change):
-    with pytest.raises(error, match=match):
-        flash_attn_combine(**{"out_partial": PARTIAL, "lse_partial": PARTIAL_LSE, **change})
 
 
 # The compiled ops check what the facade has checked: they write or read out of bounds otherwise.

@@ -154,9 +154,9 @@ def test_pack_tree_mask():
 @cpu
 @pytest.mark.parametrize("error, match, mask", [
     (TypeError, "tree_mask must be a torch.Tensor, got list", [True]),
-    (TypeError, "tree_mask must be bool to be packed, got torch.float32", torch.ones(2, 2)),
-    (ValueError, r"tree_mask must be \(Sq, Sq\) or \(B, Sq, Sq\), got \(3,\)", torch.ones(3).bool()),
-    (ValueError, r"tree_mask must be \(Sq, Sq\) or \(B, Sq, Sq\), got \(2, 3\)", torch.ones(2, 3).bool()),
+    (TypeError, "tree_mask must be bool .* got a torch.float32", torch.ones(2, 2)),
+    (ValueError, r"tree_mask must be .*\(Sq, Sq\).* got .*\(3,\)", torch.ones(3).bool()),
+    (ValueError, r"tree_mask must be .*\(Sq, Sq\).* got .*\(2, 3\)", torch.ones(2, 3).bool()),
     (ValueError, "tree_mask serves up to 64 rows, got 65", torch.ones(65, 65).bool()),
 ])
 def test_pack_tree_mask_bad_input(error, match, mask):
@@ -172,16 +172,16 @@ def arguments(**change):
 @cpu
 @pytest.mark.parametrize("error, match, change", [
     (TypeError, "tree_mask must be a torch.Tensor, got list", dict(tree_mask=[1])),
-    (TypeError, "tree_mask must be bool, or int64 as pack_tree_mask gives it, got torch.int32",
+    (TypeError, "tree_mask must be bool or int64 .* got a torch.int32",
      dict(tree_mask=BRANCHES.int())),
-    (ValueError, "tree_mask must be on the same device as q", dict(tree_mask=BRANCHES.to("meta"))),
-    (ValueError, r"tree_mask in torch.bool must have shape \(5, 5\) or \(2, 5, 5\), got \(3, 5, 5\)",
+    (ValueError, "tree_mask must be .* on meta", dict(tree_mask=BRANCHES.to("meta"))),
+    (ValueError, r"tree_mask must be .* got a torch.bool tensor of shape \(3, 5, 5\)",
      dict(tree_mask=BRANCHES.expand(3, 5, 5))),
-    (ValueError, r"tree_mask in torch.bool must have shape \(5, 5\) or \(2, 5, 5\), got \(5, 20\)",
+    (ValueError, r"tree_mask must be .* got a torch.bool tensor of shape \(5, 20\)",
      dict(tree_mask=torch.ones(5, 20).bool())),
-    (ValueError, r"tree_mask in torch.int64 must have shape \(5,\) or \(2, 5\), got \(5, 5\)",
+    (ValueError, r"tree_mask must be .* got a torch.int64 tensor of shape \(5, 5\)",
      dict(tree_mask=BRANCHES.long())),
-    (ValueError, "tree_mask serves up to 64 rows of q, got 65",
+    (ValueError, "tree_mask serves up to 64 rows, got 65",
      dict(q=torch.randn(2, 4, 65, 16), tree_mask=torch.ones(65, 65).bool())),
     (ValueError, "causal=True cannot be given together with tree_mask, which takes its place", dict(causal=True)),
     (NotImplementedError, "window_size is not supported together with tree_mask", dict(window_size=(4, 0))),

@@ -268,15 +268,15 @@ def bad(error, match, **change):
     bad(TypeError, "Unsupported dtype: q is torch.int64", **dict.fromkeys("qkv", lambda x: x.long())),
     bad(TypeError, "dtypes must match", k=lambda k: k.half()),
     bad(TypeError, "v must be a torch.Tensor, got list", v=lambda v: v.tolist()),
-    bad(ValueError, r"seq_lens must be in 1\.\.20, got \[0, 3\]", seq_lens=[0, 3]),
-    bad(ValueError, r"seq_lens must be in 1\.\.20, got \[21, 3\]", seq_lens=[21, 3]),
+    bad(ValueError, r"seq_lens must be in 1\.\.20, got values from 0 to 3", seq_lens=[0, 3]),
+    bad(ValueError, r"seq_lens must be in 1\.\.20, got values from 3 to 21", seq_lens=[21, 3]),
     bad(ValueError, "got values from -4294967293 to 3", seq_lens=torch.tensor([3, 3 - 2**32])),
-    bad(ValueError, r"seq_lens must have shape \(2,\), .*, got \(2, 1\)", seq_lens=torch.tensor([[3], [3]])),
+    bad(ValueError, r"seq_lens must be .* of shape .*\(2,\).* got .*\(2, 1\)", seq_lens=torch.tensor([[3], [3]])),
     bad(TypeError, "seq_lens must be integers.*got 3", seq_lens=3),
     bad(TypeError, "seq_lens must be integers", seq_lens=[3.0, 3]),
-    bad(TypeError, "int32 or int64 tensor, got torch.float32", seq_lens=torch.tensor([3.0, 3.0])),
+    bad(TypeError, "seq_lens must be int32 or int64 .* got a torch.float32", seq_lens=torch.tensor([3.0, 3.0])),
     bad(ValueError, "seq_lens needs equal lengths", q=lambda q: q[:, :, 1:], seq_lens=[3, 3]),
-    bad(ValueError, "seq_lens must be on the same device", seq_lens=torch.ones(2, dtype=torch.int32, device="meta")),
+    bad(ValueError, "seq_lens must be .* on meta", seq_lens=torch.ones(2, dtype=torch.int32, device="meta")),
 ])
 def test_bad_input(error, match, change):
     """The checks are shared by all backends."""
@@ -287,7 +287,7 @@ def test_bad_input(error, match, change):
 
 
 @pytest.mark.parametrize("error, match, options", [
-    *((ValueError, "^sm_scale must be finite", dict(sm_scale=x)) for x in (math.nan, math.inf)),
+    *((ValueError, "^sm_scale must be in", dict(sm_scale=x)) for x in (math.nan, math.inf)),
     *((TypeError, "^sm_scale must be None or one real number", dict(sm_scale=x))
       for x in (torch.ones(3), torch.ones(0), torch.tensor(1j), 1j, [0.3], True, "0.3")),
     *((TypeError, "^causal must be a bool", dict(causal=x)) for x in (None, "yes", 1)),
@@ -360,7 +360,7 @@ def test_sm_scale_too_large():
     for scale in (2.359e38, 3.4028234e38, -3e38):
         for call, name in ((flash_attention, "sm_scale"), (reference_attention, "sm_scale"),
                            (flash_attn_func, "softmax_scale")):
-            with pytest.raises(ValueError, match=rf"^{name} must be finite and at most 2\.3586e\+38 in magnitude"):
+            with pytest.raises(ValueError, match=rf"^{name} must be in -2\.3586e\+38\.\.2\.3586e\+38, got"):
                 call(q, k, v, **{name: scale})
         with pytest.raises(ValueError, match=r"softmax_scale must be in -2\.3586e38\.\.2\.3586e38"):
             torch.ops.minimal_attn.flash_forward(q, k, v, *Options.of(scale).of_op())
@@ -378,7 +378,7 @@ def test_sm_scale_at_its_maximum(backend, device, sign):
 
 @pytest.mark.parametrize("backend", ["cudnn", ["cuda"], None])
 def test_unknown_backend(backend):
-    with pytest.raises(ValueError, match=r"unknown backend .*: 'auto' or one of 'cuda', 'triton'"):
+    with pytest.raises(ValueError, match=r"unknown backend .*: one of 'auto', 'cuda', 'triton'"):
         flash_attention(*qkv(), backend=backend)
 
 
@@ -425,7 +425,7 @@ def test_fp64(monkeypatch):
         with pytest.raises(TypeError, match="q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
                                             "on a GPU are float32, float16, bfloat16"):
             flash_attention(q, q, q, backend="cuda")
-        with pytest.raises(TypeError, match="q is torch.float64, allowed are float32, float16, bfloat16"):
+        with pytest.raises(TypeError, match="q is torch.float64, allowed is float32, float16, bfloat16"):
             flash_attention(q, q, q, backend="triton")
 
 

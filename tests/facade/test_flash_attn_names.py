@@ -56,7 +56,7 @@ def test_with_kvcache_takes_the_arguments_of_flash_attn_2():
         q.transpose(1, 2), heads_first, heads_first, seqlens, leftpad_k=pads, page_table=table, sm_scale=0.7,
         causal=True, window_size=(4, 0), softcap=1.5, alibi_slopes=slopes, num_splits=3, return_lse=True)
     assert got[0].equal(want[0].transpose(1, 2)) and got[1].equal(want[1])
-    with pytest.raises(ValueError, match="^block_table must have 2 rows"):
+    with pytest.raises(ValueError, match="^block_table must be int32 .*2, max_pages"):
         flash_attn_interface.flash_attn_with_kvcache(q, pages, pages, block_table=table[:1])
 
 
@@ -81,7 +81,7 @@ def test_unpad_input_with_an_unused_mask():
     packed, indices, cu_seqlens, longest, seqused = bert_padding.unpad_input(x, used, unused)
     assert packed.tolist() == indices.tolist() == [0, 1, 2, 4, 7]
     assert (cu_seqlens.tolist(), longest, seqused.tolist()) == ([0, 3, 5], 3, [2, 1])
-    with pytest.raises(ValueError, match="unused_mask must have shape"):
+    with pytest.raises(ValueError, match="unused_mask must be .* of shape"):
         bert_padding.unpad_input(x, used, unused[:1])
 
 

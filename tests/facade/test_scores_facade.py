@@ -13,11 +13,11 @@ from torch.testing import assert_close
 
 import minimal_attn
 from conftest import HAS_GPU
-from minimal_attn import (FlashMHA, attention as interface, flash_attention, flash_attn_func, flash_attn_qkvpacked_func,
-                          flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, options as backends,
+from minimal_attn import (FlashMHA, attention as interface, checks, flash_attention, flash_attn_func,
+                          flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_varlen_kvpacked_func,
                           reference_attention)
-from minimal_attn.backends import torch as sdpa
-from minimal_attn.flash_attn import functions as flash_attn
+from minimal_attn.backends import cuda, torch as sdpa
+from minimal_attn.options import Lengths
 from test_lengths import DEVICE, DTYPES, IMPLS, close
 from test_scores import (B, H, HEAD_DIM_V, SCALE, each_backend, each_impl, inputs, inputs_of, ints, mask, packed, randn,
                          slopes)
@@ -54,10 +54,10 @@ def test_no_bias_is_copied_on_the_way(shape, dtype, monkeypatch):
 def test_slopes_are_not_copied():
     one, each = slopes(H), slopes(3, H)
     q, _, _, *bounds = packed()
-    lengths = backends.Lengths(*bounds)
+    lengths = Lengths(*bounds)
     for given in (one, each):
-        assert interface.check_alibi_slopes(given, q, lengths).data_ptr() == given.data_ptr()
-    assert interface.check_alibi_slopes(one.expand(3, H), q, lengths).is_contiguous()
+        assert checks.check_alibi_slopes(given, q, lengths).data_ptr() == given.data_ptr()
+    assert checks.check_alibi_slopes(one.expand(3, H), q, lengths).is_contiguous()
 
 
 @each_impl
@@ -127,8 +127,7 @@ def test_dmma_declines_scores():
 
 def test_fast_path_is_not_asked(monkeypatch):
     """It knows nothing of scores, and would leave them out."""
-    for module in (interface, flash_attn):
-        monkeypatch.setattr(module, "fast_path", lambda *args: "fast")
+    monkeypatch.setattr(cuda, "_fast_forward", lambda *args: "fast")
     q, k, v = inputs(dtype=torch.float32)
     by_rows = [x.transpose(1, 2) for x in (q, k, v)]
     bounds = ints(0, 7), ints(0, 9)
@@ -232,7 +231,7 @@ def test_mha_bad_masks():
     for error, match, call in [
             (ValueError, r"^attn_mask must have 1 to 4 dimensions and broadcast to \(2, 4, 6, 6\)",
              lambda: mha(x, attn_mask=mask(6, 5))),
-            (TypeError, "^Unsupported dtype: attn_mask is torch.int64", lambda: mha(x, attn_mask=given.long())),
+            (TypeError, "^attn_mask must be .* got a torch.int64", lambda: mha(x, attn_mask=given.long())),
             (ValueError, "^attn_mask cannot be given with cu_seqlens$",
              lambda: mha(x[0], cu_seqlens=ints(0, 6), attn_mask=given)),
             (ValueError, "windows count the positions that key_padding_mask leaves",
@@ -246,21 +245,21 @@ def test_mha_bad_masks():
 
 BAD = [
     *((TypeError, "softcap must be a number", dict(softcap=x)) for x in (False, None, "2", slopes(H))),
-    *((ValueError, "softcap must be at least 0", dict(softcap=x)) for x in (-1.0, math.nan, math.inf)),
+    *((ValueError, "softcap must be in", dict(softcap=x)) for x in (-1.0, math.nan, math.inf)),
     (ValueError, "softcap must be 0 or at least 1e-30", dict(softcap=1e-40)),
     (TypeError, "alibi_slopes must be a torch.Tensor, got list", dict(alibi_slopes=[1.0] * H)),
     (TypeError, "alibi_slopes must be a dense tensor", dict(alibi_slopes=slopes(H).to_sparse())),
-    (TypeError, "alibi_slopes is torch.float64, allowed is float32", dict(alibi_slopes=slopes(H).double())),
-    *((ValueError, r"alibi_slopes must have shape \(4,\) or \(2, 4\)", dict(alibi_slopes=x))
+    (TypeError, "alibi_slopes must be .* got a torch.float64", dict(alibi_slopes=slopes(H).double())),
+    *((ValueError, r"alibi_slopes must be .* of shape .*\(4,\) or .*\(2, 4\)", dict(alibi_slopes=x))
       for x in (slopes(2), slopes(1, H), slopes(H)[0])),
-    (ValueError, "alibi_slopes must be on the same device as q", dict(alibi_slopes=slopes(H).to("meta"))),
+    (ValueError, "alibi_slopes must be .* on meta", dict(alibi_slopes=slopes(H).to("meta"))),
     (ValueError, r"alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach\(\)",
      dict(alibi_slopes=slopes(H).requires_grad_())),
-    (TypeError, "attn_bias is torch.int64, allowed for q in torch.float64 are bool, float64$",
+    (TypeError, "attn_bias must be .* got a torch.int64",
      dict(attn_bias=randn(7, 9).long())),
-    (TypeError, "attn_bias is torch.float32, allowed for q in torch.float64 are bool, float64$",
+    (TypeError, "attn_bias must be .* got a torch.float32",
      dict(attn_bias=randn(7, 9).float())),
-    (ValueError, "attn_bias must be on the same device as q", dict(attn_bias=randn(7, 9).to("meta"))),
+    (ValueError, "attn_bias must be .* on meta", dict(attn_bias=randn(7, 9).to("meta"))),
     *((ValueError, r"attn_bias must .* broadcast to \(2, 4, 7, 9\)", dict(attn_bias=randn(*shape)))
       for shape in [(8,), (9, 7), (2, 7, 9), (3, 1, 7, 9), (), (1, 1, 1, 7, 9), (0, 9)]),
 ]
@@ -300,5 +299,5 @@ def test_packed_batches_have_no_bias():
     for call in (flash_attention, reference_attention):
         with pytest.raises(ValueError, match="^attn_bias cannot be given with cu_seqlens"):
             call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, attn_bias=mask(12, 16))
-        with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(4,\) or \(3, 4\)"):
+        with pytest.raises(ValueError, match=r"alibi_slopes must be .* of shape .*\(4,\) or .*\(3, 4\)"):
             call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=slopes(1, H))

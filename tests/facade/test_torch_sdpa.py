@@ -139,7 +139,7 @@ def test_autocast():
             assert got.equal(scaled_dot_product_attention(q, k, v, mask.bfloat16()))
             hidden = scaled_dot_product_attention(q, k, v, mask > 0)  # bool stays
             assert_close(hidden, by_torch(q, k, v, mask > 0), rtol=3e-2, atol=3e-2)
-            with pytest.raises(TypeError, match="attn_mask is torch.float64"):  # and so does float64
+            with pytest.raises(TypeError, match="attn_mask must be .* got a torch.float64"):  # and so does float64
                 scaled_dot_product_attention(q, k, v, mask.double())
         assert got.dtype == torch.bfloat16
         assert_close(got.float(), by_torch(q, k, v, randn(5, 5, dtype=torch.float32)), rtol=3e-2, atol=3e-2)
@@ -176,13 +176,13 @@ BAD = [
     (TypeError, "^attn_mask must be a torch.Tensor, got list", dict(attn_mask=[True])),
     (TypeError, "^key must be a torch.Tensor, got list", dict(k=[1.0])),
     (TypeError, "^value must be a dense tensor", dict(v=ONES.to_sparse())),
-    (TypeError, "attn_mask is torch.int64, allowed for q in torch.float64 are bool, float64",
+    (TypeError, "attn_mask must be .* got a torch.int64",
      dict(attn_mask=ONES.long())),
-    (ValueError, "^attn_mask must be on the same device as q", dict(attn_mask=ONES.to("meta"))),
+    (ValueError, "^attn_mask must be .* on meta", dict(attn_mask=ONES.to("meta"))),
     (TypeError, "^is_causal must be a bool, got 1$", dict(is_causal=1)),
     (TypeError, "^enable_gqa must be a bool, got None$", dict(enable_gqa=None)),
     (TypeError, "^scale must be None or one real number, got '1'", dict(scale="1")),
-    (ValueError, "^scale must be finite", dict(scale=math.nan)),
+    (ValueError, "^scale must be in", dict(scale=math.nan)),
     (ValueError, "^dropout_p must be in", dict(dropout_p=1.5)),
     (ValueError, r"^query, key and value must have at least 2 dimensions: query is \(8,\)", dict(q=(8,))),
     (ValueError, "^the leading dimensions must broadcast; heads need not with enable_gqa=True: query is",
