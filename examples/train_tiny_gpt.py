@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy
 
 from minimal_attn import FlashMHA
 from minimal_attn.attention import BACKENDS
-from minimal_attn.checks import check_dropout_p
+from minimal_attn.checks import check_number
 from minimal_attn.cli import guarded
 
 # Modules that need rich or matplotlib are imported in functions: there guarded() says in one line what is missing.
@@ -165,7 +165,7 @@ def device(text):
 
 def probability(text):
     try:
-        return check_dropout_p(float(text))
+        return check_number("dropout_p", float(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1") from None
 

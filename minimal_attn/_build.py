@@ -291,7 +291,7 @@ def _compiled(verbose):
 
     def progress():
         done = sum(file.stat().st_mtime >= began for file in directory.glob("*.o"))
-        return f"compiling csrc for {target}: {done} of {len(files['sources'])} files"  # some may be up to date
+        return f"compiling csrc for {target}: {done} of at most {len(files['sources'])} files"
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -352,21 +352,17 @@ def _turn(directory):
 
 @contextlib.contextmanager
 def _saying(text):
-    """Say text() on stderr if what follows takes more than a second, and whenever it changes; on a terminal in one line,
-    which then goes. Without a text, nothing."""
-    ended, moves = threading.Event(), sys.stderr.isatty()
+    """Say text() on stderr if what follows takes more than a second, and every ten seconds if it has changed. Without a
+    text, nothing."""
+    ended = threading.Event()
 
     def speak():
-        said = ""
-        while not ended.wait(1):
-            line = f"minimal_attn: {text()}"
-            if moves:
-                line = "\r\033[K" + line[:shutil.get_terminal_size().columns - 1]  # one that wraps would stay
+        said, pause = None, 1
+        while not ended.wait(pause):
+            line, pause = f"minimal_attn: {text()}", 10
             if line != said:
-                print(line, end="" if moves else "\n", file=sys.stderr, flush=True)
+                print(line, file=sys.stderr, flush=True)
             said = line
-        if said and moves:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
     speaker = threading.Thread(target=speak if text else ended.wait, daemon=True)
     speaker.start()

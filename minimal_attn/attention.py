@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from .backends import cuda, reference, torch, triton
 from .backends.auto import auto_backend
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, NO_WINDOW, OWN, autocast, check_choice, check_dtype,
-                     check_no_derivative, check_number, check_qkv, checked_options, is_known, is_transformed, is_zero,
+                     check_max_seqlens, check_no_derivative, check_qkv, checked_options, is_known, is_transformed, is_zero,
                      wants_gradient)
 from .options import Options
 from .reference.packed import with_own_keys
@@ -123,7 +123,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             dtype, or float32 for 16 bits, with which "torch" forms all scores. It is read by its strides. -inf hides a
             key, and NaN makes its row NaN. Differentiable, in its own shape. Not for packed batches, nor for float8.
             A causal bias of torch.nn.attention.bias for Sq rows and Sk keys becomes a part of the window where it can.
-        softcap, alibi_slopes and attn_bias can be given together, also with windows, lengths, sinks and dropout.
+        softcap, ALiBi and attn_bias can be given together, also with windows, lengths, sinks and dropout.
 
         Lengths count from a sample's first row and key. Where padding comes first (left padding), unpad_input makes a
         packed batch of q, and of k and v, and pad_input undoes it.
@@ -161,8 +161,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         hint = f"; {OTHER_NAMES[name]}" if name in OTHER_NAMES else ""
         raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{hint}")
     if max_seqlen_q is not None or max_seqlen_k is not None:
-        check_number("max_seqlen_q", max_seqlen_q)
-        check_number("max_seqlen_k", max_seqlen_k)
+        check_max_seqlens(max_seqlen_q, max_seqlen_k)
     if seq_lens is q_descale is k_descale is v_descale is alibi_slopes is attn_bias is None:
         result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, window_size,
                            (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
@@ -176,7 +175,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
 def fast_path(q, k, v, causal, sm_scale, seq_major, return_lse, deterministic, window_size, lengths, sinks, dropout_p,
               softcap, backend):
-    """The result of an everyday call on CUDA tensors, straight from C++, or None for all others. Its caller has no other
+    """The result of an everyday call on CUDA tensors, straight from C++, or None for all others. The call has no other
     options. seq_major: q is (B, Sq, H, D), or (Tq, H, D) with cu_seqlens_q."""
     if (is_compiling() or cuda._fast_forward is None or not (backend == "auto" or backend == "cuda")
             or not (is_zero(dropout_p) and is_zero(softcap) and isinstance(deterministic, bool))):
@@ -249,7 +248,7 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
     It depends on the dtype (under torch.autocast on its dtype), both head_dims, strides, alignment, dropout, sinks,
-    whether softcap or alibi_slopes are given, attn_bias, and the GPU. force_kernel overrides it.
+    whether there is a softcap or ALiBi, attn_bias, and the GPU. force_kernel overrides it.
 
     Args:
         As of flash_attention; causal, sm_scale, window_size, max_seqlen and the values of all lengths are checked, but
@@ -258,15 +257,15 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
         "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for dropout
-        together with softcap, alibi_slopes or an attn_bias, where rows of q, k or v overlap, where a stride is 2^40
+        together with softcap, ALiBi or an attn_bias, where rows of q, k or v overlap, where a stride is 2^40
         bytes or more, where there are no keys, and for an attn_bias of numbers that is float32, or whose rows are not
         contiguous or do not start at multiples of 16 bytes. "dmma" (flash_dmma.cu, tensor cores for fp64): float32 with
-        head_dim 33 to 128 on GPUs of sm_90, without dropout, sinks, softcap, alibi_slopes and attn_bias.
+        head_dim 33 to 128 on GPUs of sm_90, without dropout, sinks, softcap, ALiBi and attn_bias.
         These three need head_dims, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
         else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors.
         Another kernel may compute the gradients. On Hopper, those of calls in 16 bits, also with dropout, are "sm90"'s
         (flash_bwd_sm90.cu; flash_bwd_wide_sm90.cu for a head_dim over 128), and "sm80"'s where that has no backward
-        pass: with an attn_bias, and for a head_dim over 128 with softcap or alibi_slopes. The gradients of "dmma" are
+        pass: with an attn_bias, and for a head_dim over 128 with softcap or ALiBi. The gradients of "dmma" are
         those of "simt".
 
     Raises:
@@ -275,8 +274,7 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     """
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, KERNEL_DTYPES)
-    check_number("max_seqlen_q", max_seqlen_q)
-    check_number("max_seqlen_k", max_seqlen_k)
+    check_max_seqlens(max_seqlen_q, max_seqlen_k)
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
                     dropout_p=dropout_p)
     return cuda.kernel_of(q, k, v, checked_options(given, q, k, causal, window_size, seq_lens))

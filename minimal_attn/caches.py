@@ -94,16 +94,17 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
 def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, window_size, backend, names=OWN):
     """attention_with_kvcache of what its caller gave, as Options, Cache and Append. names: what the caller calls
     arguments, as in checks.py, and this function."""
-    q, k, v = (_autocast(x, k_cache) for x in (q, k, v))
+    q, k, v = _autocast(k_cache, q, k, v)
     check_cached(q, k_cache, v_cache, given.lengths, cache, names)
     name = backend_name(backend, q, k_cache, v_cache, given.sinks)
     if backend == "auto" and name == "cuda" and not can_read_cache(q, k_cache, v_cache):
         name = "triton"
     chosen = BACKENDS[name]
     check_dtype(q, cache_dtypes(chosen))
-    check_number("max_seqlen_q", cache.max_seqlen_q)
+    if cache.max_seqlen_q is not None:
+        check_number("max_seqlen_q", cache.max_seqlen_q)
     check_number("num_splits", cache.num_splits)
-    options = checked_options(given, q, k_cache, causal, window_size, names=names, in_cache=True)
+    options = checked_options(given, q, k_cache, causal, window_size, names=names, is_whole=False)
     has_window, tree_mask, max_seqlen_q = options.window != NO_WINDOW, cache.tree_mask, cache.max_seqlen_q
     if tree_mask is not None:
         tree_mask = check_tree_mask(tree_mask, q, causal, {
@@ -120,11 +121,11 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
         check_append(k, v, k_cache, v_cache, append, names)
     if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not
-    tensors = dict(q=q, k_cache=k_cache, v_cache=v_cache, sinks=options.sinks, k=k, v=v, rotary_cos=append.rotary_cos,
-                   rotary_sin=append.rotary_sin)
-    function = names.get("function", "attention_with_kvcache")
-    check_no_derivative(function, "flash_attention", **{
-        names.get(name, name): x for name, x in tensors.items() if x is not None})
+    tensors = {"q": q, names.get("k_cache", "k_cache"): k_cache, names.get("v_cache", "v_cache"): v_cache,
+               "sinks": options.sinks}
+    if has_new:
+        tensors |= {"k": k, "v": v, "rotary_cos": append.rotary_cos, "rotary_sin": append.rotary_sin}
+    check_no_derivative(names.get("function", "attention_with_kvcache"), "flash_attention", **tensors)
     if _is_empty(q, k_cache, cache.page_table):
         chosen = reference.BACKEND  # there is nothing to launch
     if has_new:
@@ -169,7 +170,7 @@ def append_to_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, se
             not written, and positions count as the nearest that there is.
         NotImplementedError: an input requires grad or has a forward-mode tangent.
     """
-    k, v = (_autocast(x, k_cache) for x in (k, v))
+    k, v = _autocast(k_cache, k, v)
     append = Append(seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_cos=rotary_cos,
                     rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved)
     check_append(k, v, k_cache, v_cache, append)
@@ -253,7 +254,7 @@ def _has_new_rows(k, v, append):
     return k is not None
 
 
-def _autocast(x, k_cache):
-    """x, under torch.autocast in its dtype if the cache has that dtype: a cache is never cast."""
-    cast, = autocast(x)
-    return cast if getattr(cast, "dtype", None) == getattr(k_cache, "dtype", None) else x
+def _autocast(k_cache, *tensors):
+    """The tensors, under torch.autocast in its dtype if the cache has that dtype: a cache is never cast."""
+    cast = autocast(*tensors)
+    return cast if getattr(cast[0], "dtype", None) == getattr(k_cache, "dtype", None) else tensors

@@ -3,8 +3,10 @@
 NUMBERS and TENSORS have a row for each argument: what it may be. check_number and check_tensor_of compare an argument
 with its row, and the functions below them compare arguments with each other. Each error names the argument as its
 caller does (`names` has what a caller calls our arguments, where that is another name), what was given and what is
-allowed. Values of tensors are checked where that needs no wait for a GPU. Kernels clamp all others, so that a bad one
-reads nothing outside its tensor. Read next: backends/auto.py, which backend serves a call.
+allowed. What is no dense tensor or of a wrong type or dtype is a TypeError, and everything else a ValueError.
+
+Values of tensors are checked where that needs no wait for a GPU. Kernels clamp all others, so that a bad one reads
+nothing outside its tensor. Read next: backends/auto.py, which backend serves a call.
 """
 
 import math
@@ -15,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from .options import Lengths, Options
 
@@ -95,7 +98,7 @@ def is_static(size):
 
 def _may_be_symbol(x):
     # To Dynamo, symbols are ints and bools. The type is compared first, since a call asks a few dozen times.
-    return torch.compiler.is_compiling() or type(x) is not bool and isinstance(x, (torch.SymBool, torch.SymInt))
+    return is_compiling() or type(x) is not bool and isinstance(x, (torch.SymBool, torch.SymInt))
 
 
 def smaller(size, other):
@@ -132,7 +135,7 @@ def is_over(size, limit):
 def is_eager(*tensors):
     """Whether nothing traces, transforms or watches operations on these tensors, or None, and they are what they seem:
     a kernel may then be launched without the dispatcher, whose Python operators take 15 µs and more."""
-    return (not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+    return (not is_compiling() and not torch.jit.is_tracing()
             and not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
             and not is_transformed() and not torch.autograd._profiler_enabled()
             and all(x is None or type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta and not x.is_neg()
@@ -171,10 +174,6 @@ def dtype_names(dtypes):
 
 # Numbers.
 
-def _is_bool(x):
-    return isinstance(x, bool)
-
-
 def _is_real(x):
     return isinstance(x, (numbers.Real, torch.SymFloat)) and not isinstance(x, bool)
 
@@ -192,9 +191,9 @@ class Number(NamedTuple):
     high: int | None = None
 
 
-A_BOOL, A_SIZE = Number("a bool", _is_bool), Number("an int", is_int, 0)
-MAX_SEQLEN_ROW = Number("None, an int or a tensor of one element",
-                        lambda x: x is None or is_int(x) or isinstance(x, torch.Tensor) and x.numel() == 1, 0)
+A_BOOL, A_SIZE = Number("a bool", lambda x: isinstance(x, bool)), Number("an int", is_int, 1)
+LENGTH, BOUND = A_SIZE._replace(low=0), Number(  # a tensor is never read
+    "None, an int or a tensor of one element", lambda x: x is None or is_int(x) or _is_scalar(x), 0)
 NUMBERS = {
     **dict.fromkeys(("causal", "deterministic", "rotary_interleaved", "is_causal", "enable_gqa"), A_BOOL),
     "sm_scale": Number("None or one real number", lambda x: x is None or _is_real(x) or _is_scalar(x), -MAX_SCALE,
@@ -202,24 +201,32 @@ NUMBERS = {
     "dropout_p": Number("a number", _is_real, 0, 1),
     "softcap": Number("a number", _is_real, 0, MAX_SCALE),  # kernels keep it in fp32
     "num_splits": Number("an int", is_int, 0, MAX_SPLITS),  # 0 leaves it to the kernel
-    "max_seqlen_q": MAX_SEQLEN_ROW, "max_seqlen_k": MAX_SEQLEN_ROW,  # a tensor is never read
-    "batch": A_SIZE, "seqlen": A_SIZE,
-    **dict.fromkeys(("block_size", "embed_dim", "num_heads", "num_heads_k"), Number("an int", is_int, 1)),
+    "max_seqlen_q": BOUND, "max_seqlen_k": BOUND, "batch": LENGTH, "seqlen": LENGTH,
+    **dict.fromkeys(("block_size", "embed_dim", "num_heads", "num_heads_k"), A_SIZE),
 }
 
 
 def check_number(name, x, names=OWN):
-    """x, if its row in NUMBERS allows it; TypeError for another type, ValueError for another value."""
+    """x, real numbers as a float, if its row in NUMBERS allows it; TypeError for another type, ValueError for another
+    value."""
     row, called = NUMBERS[name], names.get(name, name)
     if not row.is_it(x):
         instead = "; masks are called attn_bias" if name == "causal" and isinstance(x, torch.Tensor) else ""
         raise TypeError(f"{called} must be {row.words}, got {shown(x)}{instead}")
-    if x is None or row.low is None or isinstance(x, torch.Tensor) and row is MAX_SEQLEN_ROW:
+    if x is None or row is A_BOOL or row is BOUND and isinstance(x, torch.Tensor):
         return x
     if not holds(x >= row.low) or row.high is not None and not holds(x <= row.high):
         allowed = f"at least {row.low}" if row.high is None else f"in {row.low:g}..{row.high:g}"
         raise ValueError(f"{called} must be {allowed}, got {shown(x)}")
-    return x
+    return x if is_int(x) else float(x)
+
+
+def check_max_seqlens(max_seqlen_q, max_seqlen_k, names=OWN):
+    """check_number of both, which plain ints need not be."""
+    if is_compiling() or not (type(max_seqlen_q) is type(max_seqlen_k) is int
+                                             and max_seqlen_q >= 0 <= max_seqlen_k):
+        check_number("max_seqlen_q", max_seqlen_q, names)
+        check_number("max_seqlen_k", max_seqlen_k, names)
 
 
 def check_choice(what, x, choices):
@@ -227,20 +234,6 @@ def check_choice(what, x, choices):
     if x not in tuple(choices):  # a dict would not take a list as a key
         raise ValueError(f"unknown {what} {shown(x)}: one of {', '.join(map(repr, choices))}")
     return x
-
-
-def check_softcap(softcap):
-    """softcap as a float: 0, or at least 1e-30, since kernels divide by it; TypeError and ValueError as check_number."""
-    check_number("softcap", softcap)
-    # The bound has no name, since torch.compile(dynamic=True) makes symbols of global floats.
-    if 0 < softcap < 1e-30:
-        raise ValueError(f"softcap must be 0 or at least 1e-30, got {softcap}")
-    return float(softcap)
-
-
-def check_dropout_p(dropout_p):
-    """dropout_p as a float; TypeError and ValueError as check_number."""
-    return float(check_number("dropout_p", dropout_p))
 
 
 # Tensors.
@@ -307,13 +300,18 @@ TENSORS = {
 }
 
 
-def _sizes_of(letters, sizes):
-    return [sizes.get(n, n) if isinstance(n, str) else n for n in letters]
+def _size_of(letter, sizes):
+    return sizes.get(letter, letter) if isinstance(letter, str) else letter
 
 
 def _has_shape(shape, letters, sizes):
-    return len(shape) == len(letters) and all(
-        isinstance(n, str) or holds(m == n) for m, n in zip(shape, _sizes_of(letters, sizes)))
+    if len(shape) != len(letters):
+        return False
+    for size, letter in zip(shape, letters):
+        allowed = _size_of(letter, sizes)
+        if not (isinstance(allowed, str) or holds(size == allowed)):
+            return False
+    return True
 
 
 def _lies(x, strides):
@@ -325,7 +323,7 @@ def _lies(x, strides):
 def _shape_text(letters, sizes):
     """(B, H) = (2, 4), as an error shows a shape."""
     texts = ["(" + ", ".join(map(str, shape)) + ",)"[len(shape) > 1:] for shape in (
-        letters, _sizes_of(letters, sizes))]
+        letters, [_size_of(letter, sizes) for letter in letters])]
     return " = ".join(dict.fromkeys(texts))
 
 
@@ -417,11 +415,8 @@ def check_heads(q, k, v, names=OWN, k_name="k", v_name="v"):
 
 
 def check_qkv(q, k, v, dtypes=None, names=OWN):
-    """Raise unless q (B, H, Sq, D) or (B·H, Sq, D), k and v (B, Hk, Sk, D) or (B·H, Sk, D) fit together.
-
-    v may have another head_dim. TypeError for what is no dense tensor of an allowed dtype, ValueError for everything
-    else. dtypes: None where check_dtype follows.
-    """
+    """Raise unless q (B, H, Sq, D) or (B·H, Sq, D), k and v (B, Hk, Sk, D) or (B·H, Sk, D) fit together; v may have
+    another head_dim. dtypes: None where check_dtype follows."""
     check_alike(dtypes, names, q=q, k=k, v=v)
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
         raise ValueError(f"Expected 3D or 4D tensors, all alike: {shapes_of(names, q=q, k=k, v=v)}")
@@ -441,8 +436,8 @@ def check_sizes(q, seqlen_k):
 # Windows and lengths.
 
 def check_window_size(window_size):
-    """window_size as a tuple of two ints. TypeError unless it is a tuple or a list of two ints or Nones, or an array or
-    a tensor of two ints, which the host reads; ValueError unless both are at least -1."""
+    """window_size as a tuple of two ints: it is a tuple or a list of two ints or Nones, or an array or a tensor of two
+    ints, which the host reads, all at least -1."""
     pair = window_size
     if isinstance(pair, torch.Tensor):
         check_tensor("window_size", pair)
@@ -459,10 +454,7 @@ def check_window_size(window_size):
 
 
 def check_lengths(lengths, seq_lens, q, k, names=OWN):
-    """lengths, or those that seq_lens means, if they fit q and k, which are checked.
-
-    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else.
-    """
+    """lengths, or those that seq_lens means, if they fit q and k, which are checked."""
     if seq_lens is not None:
         if lengths.are_given:
             raise ValueError("seq_lens cannot be given together with cu_seqlens_q, cu_seqlens_k, seqused_q or "
@@ -481,10 +473,7 @@ def check_lengths(lengths, seq_lens, q, k, names=OWN):
 
 def check_samples(lengths, q, total_k, names=OWN):
     """Raise unless lengths fit q and total_k: the keys of each sample, or of all together in a packed batch. Serves
-    caches as well, whose cu_seqlens_k is None.
-
-    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else.
-    """
+    caches as well, whose cu_seqlens_k is None."""
     if lengths.is_packed:
         name = names.get("cu_seqlens_q", "cu_seqlens_q")
         check_tensor_of("cu_seqlens_q", lengths.cu_seqlens_q, q.device, names=names)
@@ -524,8 +513,7 @@ def check_index(name, x, size, whose, names=OWN):
 
 
 def check_seq_lens(seq_lens, q, k):
-    """seq_lens as an int32 tensor of shape (q.shape[0],) on q's device; TypeError unless it holds integers, ValueError
-    unless it fits q and k.
+    """seq_lens as an int32 tensor of shape (q.shape[0],) on q's device, if it fits q and k.
 
     Values are checked at once for a list or a CPU tensor. For a GPU tensor that takes one small read, which is skipped
     while a CUDA graph is captured or torch.compile traces; the kernels clamp, so a bad value never reads out of bounds.
@@ -564,30 +552,6 @@ def _check_range(lengths, seqlen):
 
 # Options.
 
-def check_sinks(sinks, q, names=OWN):
-    """None, or sinks (H,) of a float dtype, float64 for float64, in the dtype of sums and contiguous."""
-    if sinks is None:
-        return None
-    allowed = (torch.float64,) if q.dtype == torch.float64 else KERNEL_DTYPES
-    check_tensor_of("sinks", sinks, q.device, {"H": nheads_of(q)}, names, dtypes=allowed)
-    return sinks.to(sum_dtype(q.dtype)).contiguous()
-
-
-def nheads_of(x):
-    return x.shape[1] if x.ndim == 4 else 1
-
-
-def check_alibi_slopes(alibi_slopes, q, lengths):
-    """None, or alibi_slopes (H,) or (B, H), contiguous, B samples in a packed batch too. ValueError where a gradient is
-    wanted of it."""
-    if alibi_slopes is None:
-        return None
-    check_tensor_of("alibi_slopes", alibi_slopes, q.device, {"B": lengths.num_samples(q), "H": nheads_of(q)})
-    if wants_gradient(alibi_slopes):
-        raise ValueError("alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach()")
-    return alibi_slopes.contiguous()
-
-
 def is_top_left(causal_bias, q, k, name="attn_bias"):
     """Whether this CausalBias of torch, which the caller calls `name`, aligns its mask top-left, and not bottom-right.
 
@@ -615,8 +579,7 @@ def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
     """None, or attn_bias, which the caller calls `name`, as a view that broadcasts to (B, H, Sq, Sk), of 3D inputs to
     (B·H, 1, Sq, Sk): a dimension of size 1 is shared. q, k and lengths are checked.
 
-    A CausalBias becomes the mask that it means. TypeError for what is no dense tensor of an allowed dtype, ValueError
-    for everything else, and for any with packed batches and fp8.
+    A CausalBias becomes the mask that it means. ValueError for any with packed batches and fp8.
     """
     if attn_bias is None:
         return None
@@ -658,40 +621,48 @@ def check_dropout_seed(dropout_seed, q, num_samples):
     return dropout_seed.contiguous()
 
 
-def check_descales(descales, q, k, lengths):
-    """The three of q, k and v, each None or (B, Hk) and contiguous, B samples in a packed batch too. ValueError for any
-    with inputs that are not fp8."""
-    if descales == (None, None, None):
-        return descales
-    for name, x in zip(("q_descale", "k_descale", "v_descale"), descales):
-        if x is not None and q.dtype not in FP8_DTYPES:
-            raise ValueError(f"{name} is for float8 inputs, and q is {q.dtype}")
-        if x is not None:
-            check_tensor_of(name, x, q.device, {"B": lengths.num_samples(q), "Hk": nheads_of(k)})
-    return tuple(x if x is None else x.contiguous() for x in descales)
-
-
-def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, in_cache=False):
+def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, is_whole=True):
     """The Options of a call, of those that its caller gave, which are of any type and have no window yet; None as
-    softmax_scale is 1/sqrt(D). q and k are checked, and with in_cache, where k is a cache, lengths are too. TypeError
-    and ValueError as flash_attention."""
+    softmax_scale is 1/sqrt(D). q and k are checked, and so are lengths unless k holds the keys of whole samples."""
     check_number("causal", causal)
     check_number("deterministic", given.deterministic)
-    scale = check_number("sm_scale", given.softmax_scale, names)
-    lengths = given.lengths if in_cache else check_lengths(given.lengths, seq_lens, q, k, names)
+    scale = given.softmax_scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(check_number("sm_scale", scale, names))
+    lengths = check_lengths(given.lengths, seq_lens, q, k, names) if is_whole else given.lengths
     left, right = check_window_size(window_size)
     right = 0 if causal else right
-    if not (in_cache or lengths.are_given):  # kernels may be faster without a bound, and these hide nothing
+    if is_whole and not lengths.are_given:  # kernels may be faster without a bound, and these hide nothing
         left = -1 if left >= 0 and is_known(left >= k.shape[-2] - 1) else left
         right = -1 if right > 0 and is_known(right >= q.shape[-2] - 1) else right
     window, bias = with_causal_bias((left, right), given.attn_bias, q, k, lengths)
-    dropout_p = 0.0 if is_zero(given.dropout_p) else check_dropout_p(given.dropout_p)
-    seed = check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None
+    dropout_p = 0.0 if is_zero(given.dropout_p) else float(check_number("dropout_p", given.dropout_p))
+    softcap = 0.0 if is_zero(given.softcap) else float(check_number("softcap", given.softcap))
+    if 0 < softcap < 1e-30:  # no global name: torch.compile(dynamic=True) would make a symbol of it
+        raise ValueError(f"softcap must be 0 or at least 1e-30, by which kernels divide, got {softcap}")
+
+    def tensor(name, dtypes=None):
+        """The tensor of this name in given, which fits its row in TENSORS, contiguous; or None."""
+        if (x := getattr(given, name)) is None:
+            return None
+        sizes = {"B": lengths.num_samples(q), "H": _nheads(q), "Hk": _nheads(k)}
+        check_tensor_of(name, x, q.device, sizes, names, dtypes=dtypes)
+        return x.contiguous()
+
+    sinks = tensor("sinks", (torch.float64,) if q.dtype == torch.float64 else KERNEL_DTYPES)
+    slopes = tensor("alibi_slopes")
+    if wants_gradient(slopes):
+        raise ValueError("alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach()")
+    if any(x is not None for x in given.descales) and q.dtype not in FP8_DTYPES:
+        raise ValueError(f"q_descale, k_descale and v_descale are for float8 inputs, and q is {q.dtype}")
     return Options(
-        *lengths, check_sinks(given.sinks, q, names), check_alibi_slopes(given.alibi_slopes, q, lengths),
-        check_attn_bias(bias, q, k, lengths), 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        0.0 if is_zero(given.softcap) else check_softcap(given.softcap), *window, dropout_p, seed,
-        given.deterministic, given.autotune, *check_descales(given.descales, q, k, lengths), given.return_lse)
+        *lengths, sinks if sinks is None else sinks.to(sum_dtype(q.dtype)), slopes,
+        check_attn_bias(bias, q, k, lengths), scale, softcap, *window, dropout_p,
+        check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None, given.deterministic,
+        given.autotune, tensor("q_descale"), tensor("k_descale"), tensor("v_descale"), given.return_lse)
+
+
+def _nheads(x):
+    return x.shape[1] if x.ndim == 4 else 1
 
 
 def is_zero(x):
@@ -707,7 +678,7 @@ def wants_gradient(x):
 
 def is_transformed():
     """Whether a transform of torch.func, such as grad or vmap, is at work, while nothing traces."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def check_no_derivative(what, instead, forward_instead=None, *, has_backward=False, **tensors):
@@ -736,10 +707,7 @@ def check_fp8(q):
 # Matrices.
 
 def check_matmul(a, b, block_m, block_n, block_k):
-    """Raise unless a (M, K) and b (K, N) can be multiplied, in tiles of the blocks that are not None.
-
-    TypeError for what is no dense tensor of an allowed dtype, ValueError for everything else.
-    """
+    """Raise unless a (M, K) and b (K, N) can be multiplied, in tiles of the blocks that are not None."""
     check_alike(KERNEL_DTYPES, a=a, b=b)
     if a.is_meta:
         raise ValueError("CUDA tensors required: a and b must hold values, and tensors on the device meta have none")

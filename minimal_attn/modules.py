@@ -65,7 +65,7 @@ class FlashMHA(nn.Module):
             raise ValueError(f"num_heads must be a multiple of num_heads_k, got {num_heads} and {num_heads_k}")
         head_dim = embed_dim // num_heads
         check_head_dim(head_dim, f" (embed_dim {embed_dim} / num_heads {num_heads})")
-        dropout = float(check_number("dropout_p", dropout, {"dropout_p": "dropout"}))
+        dropout = check_number("dropout_p", dropout, {"dropout_p": "dropout"})
         check_number("causal", causal)
         check_window_size(window_size)
         check_choice("backend", backend, ("auto", *BACKENDS))
@@ -97,8 +97,8 @@ class FlashMHA(nn.Module):
         others = {"kdim": mha.kdim != mha.embed_dim, "vdim": mha.vdim != mha.embed_dim,
                   "add_bias_kv": mha.bias_k is not None, "add_zero_attn": mha.add_zero_attn}
         if given := [name for name, is_given in others.items() if is_given]:
-            raise ValueError(f"from_torch: {given[0]} is not supported: a kdim or vdim other than embed_dim, add_bias_kv "
-                             f"and add_zero_attn are not, got {mha}")
+            raise ValueError(f"from_torch: {given[0]} is not supported: kdim and vdim must be embed_dim, without "
+                             f"add_bias_kv and add_zero_attn, got {mha}")
         if not mha.batch_first:  # an input of the wrong layout would give wrong results, and no error
             warnings.warn("from_torch: mha has batch_first=False and takes (S, B, E), but FlashMHA takes and gives "
                           "(B, S, E): swap the first two dimensions; to silence this warning, set mha.batch_first = "

@@ -109,7 +109,8 @@ class Options(NamedTuple):
     @property
     def floats(self):
         """The tensors among these options that may have derivatives, by their names."""
-        return {name: x for name, x in zip(self._fields[4:], self[4:]) if isinstance(x, Tensor) and x.is_floating_point()}
+        return {name: x for name, x in zip(self._fields[4:], self[4:])
+                if isinstance(x, Tensor) and x.is_floating_point()}
 
     @property
     def differentiable(self):

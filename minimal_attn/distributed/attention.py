@@ -5,7 +5,6 @@ Read next: layout.py, which rank holds which rows; all_gather.py, the method wit
 """
 
 import functools
-import math
 
 import torch
 import torch.distributed as dist
@@ -13,11 +12,10 @@ from torch import Tensor
 
 from .._build import not_compiled
 from ..attention import BACKENDS, backend_name, flash_attention
-from ..checks import (FP8_DTYPES, NO_WINDOW, autocast, check_alibi_slopes, check_choice, check_dropout_p,
-                      check_dropout_seed, check_dtype, check_no_derivative, check_number, check_qkv, check_sinks,
-                      check_sizes, check_softcap, check_tensor, check_tensor_of, check_window_size, is_transformed,
-                      shown)
-from ..options import Lengths, Options
+from ..checks import (FP8_DTYPES, NO_WINDOW, autocast, check_choice, check_dropout_seed, check_dtype,
+                      check_no_derivative, check_number, check_qkv, check_sizes, check_tensor, check_tensor_of,
+                      checked_options, is_transformed, shown)
+from ..options import Options
 from ..reference.dropout import seed_with_origins
 from .all_gather import AllGatherAttention
 from .layout import check_seqlen, shards_of, spans_nodes
@@ -95,43 +93,41 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
     check_qkv(q, k, v)
     chosen = BACKENDS[backend_name(backend, q, k, v, sinks)]
     check_dtype(q, tuple(dtype for dtype in chosen.dtypes if dtype not in FP8_DTYPES))
-    check_number("causal", causal)
-    check_number("deterministic", deterministic)
-    check_number("sm_scale", sm_scale)
-    dropout_p, softcap = check_dropout_p(dropout_p), check_softcap(softcap)
+    given = Options(sinks=sinks, alibi_slopes=alibi_slopes, softmax_scale=sm_scale, softcap=softcap,
+                    deterministic=deterministic)
+    options = checked_options(given, q, k, causal, window_size, is_whole=False)
+    dropout_p = check_number("dropout_p", dropout_p)
     if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not
     check_shards(q, k, shards)
     total = shards.size * q.shape[2]
     documents = check_documents(cu_seqlens, seqlen, q, total)
-    sinks = check_sinks(sinks, q)
-    alibi_slopes = check_alibi_slopes(alibi_slopes, q, Lengths())
-    if alibi_slopes is not None and q.shape[0] == 1:
-        alibi_slopes = alibi_slopes.view(-1)  # (H,), for all documents
+    slopes = options.alibi_slopes
+    if slopes is not None and q.shape[0] == 1:
+        slopes = slopes.view(-1)  # (H,), for all documents
     check_no_derivative("context parallelism", "flash_attention of the whole sequence", has_backward=True, q=q, k=k,
-                        v=v, sinks=sinks)
+                        v=v, sinks=options.sinks)
     if is_transformed():
         raise NotImplementedError("context parallelism does not support the transforms of torch.func")
-    window = check_global_window(window_size, causal, documents)
-    method = check_method(method, q, k, v, shards, alibi_slopes, window)
+    left, right = needed_window(options.window, documents)
+    options = options._replace(window_left=left, window_right=right, dropout_p=dropout_p, alibi_slopes=slopes)
+    method = check_method(method, q, k, v, shards, slopes, options.window)
     seed = shared_seed(check_dropout_seed(dropout_seed, q, None), shards) if dropout_p else None
-
-    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else float(sm_scale)
+    options = options._replace(dropout_seed=seed)
     if method == "ulysses" or shards.size == 1:
         heads = own_heads(q, shards)
         attend = functools.partial(
-            flash_attention, causal=causal, sm_scale=scale, deterministic=deterministic, backend=backend,
-            window_size=window_size, softcap=softcap, sinks=None if sinks is None else sinks[heads],
-            alibi_slopes=None if alibi_slopes is None else alibi_slopes[..., heads], dropout_p=dropout_p,
+            flash_attention, causal=causal, sm_scale=options.softmax_scale, deterministic=deterministic,
+            backend=backend, window_size=window_size, softcap=options.softcap,
+            sinks=None if options.sinks is None else options.sinks[heads],
+            alibi_slopes=None if slopes is None else slopes[..., heads], dropout_p=dropout_p,
             dropout_seed=None if seed is None else seed_of_heads(seed, heads, cu_seqlens, q),
             **lengths_of_whole(cu_seqlens, seqlen, q))
         return ulysses_attention(attend, q, k, v, shards)
-    options = Options.of(scale, window, sinks=sinks, dropout_p=dropout_p, dropout_seed=seed,
-                         deterministic=deterministic, softcap=softcap, alibi_slopes=alibi_slopes)
     room = room_for(shards, q.shape[2], documents, seed is not None)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     function = RingAttention if method == "ring" else AllGatherAttention
-    return function.apply(q, k, v, sinks, Attention(shards, room, documents, chosen, options))
+    return function.apply(q, k, v, options.sinks, Attention(shards, room, documents, chosen, options))
 
 
 def shared_seed(seed, shards):
@@ -197,21 +193,20 @@ def check_documents(cu_seqlens, seqlen, q, total):
                  if begin < end)
 
 
-def check_global_window(window_size, causal, documents):
-    """window_size and causal as Options' window. A bound that hides nothing in any document is none."""
-    left, right = check_window_size(window_size)
+def needed_window(window, documents):
+    """A window (left, right) without the bounds that hide nothing in any document."""
+    left, right = window
     farthest = max((end - begin for begin, end, _ in documents), default=1) - 1
-    right = 0 if causal else right
     return -1 if left >= farthest else left, -1 if 0 < right and right >= farthest else right
 
 
-def check_method(method, q, k, v, shards, alibi_slopes, window):
+def check_method(method, q, k, v, shards, slopes, window):
     """The method that a caller's means; ValueError if it means none or the heads do not allow it, NotImplementedError
     if it has no ALiBi."""
     check_choice("method", method, ("auto", *METHODS))
     heads, heads_k = q.shape[1], k.shape[1]
     divides = heads_k % shards.size == 0  # and so it divides H
-    has_slopes, is_causal = alibi_slopes is not None, window[1] == 0
+    has_slopes, is_causal = slopes is not None, window[1] == 0
     if method == "auto":
         num_bytes = shards.size * q.element_size() * (k.numel() + v.numel())
         if not has_slopes and (spans_nodes(shards.group) or num_bytes > MAX_GATHERED_BYTES):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..attention import attend, fast_path
 from ..caches import attend_cached
-from ..checks import (NO_WINDOW, autocast, check_dropout_p, check_number, check_tensor, check_tensor_of, out_dtype,
+from ..checks import (NO_WINDOW, autocast, check_max_seqlens, check_number, check_tensor, check_tensor_of, out_dtype,
                       same_sizes, shown, wants_gradient)
 from ..options import Append, Cache, Options
 
@@ -76,7 +76,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
     refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
            attention_chunk=attention_chunk)
     check_layout(_names, "(B, S, H, D)", q=q, k=k, v=v)
-    check_out(out, None, q, k, v, sinks)
+    _check_result(out, q, k, v, sinks)
     given = Options(sinks=sinks, alibi_slopes=alibi_slopes, softmax_scale=softmax_scale, softcap=softcap,
                     dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse)
     result = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), given, causal, window_size, backend,
@@ -131,8 +131,7 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(_names, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
-    check_number("max_seqlen_q", max_seqlen_q, _names)
-    check_number("max_seqlen_k", max_seqlen_k, _names)
+    check_max_seqlens(max_seqlen_q, max_seqlen_k, _names)
     return_lse = return_lse or return_softmax_lse or return_attn_probs
     if (alibi_slopes is block_table is page_table is out is q_descale is k_descale is v_descale is qv is None
             and attention_chunk == 0):
@@ -154,7 +153,7 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
         raise ValueError(f"{_names['function']}: seqused_k without cu_seqlens_k needs a page table: give block_table, "
                          "or cu_seqlens_k, which says where the keys of a sample begin")
     check_layout(_names, "(T, H, D)", q=q, k=k, v=v)
-    check_out(out, None, q, k, v, sinks)
+    _check_result(out, q, k, v, sinks)
     result = attend(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), given, causal, window_size, backend,
                     max_seqlen_k=max_seqlen_k, names=_names)
     o, *lse = (x[0] for x in (result if isinstance(result, tuple) else (result,)))
@@ -249,17 +248,22 @@ def _parts(names, layout, num_parts, **tensor):
     return x.unbind(-3)
 
 
-def check_out(out, dtype, q, k, v, sinks):
-    """ValueError unless out is None or can take the result, which has this dtype, or that of attend if it is None."""
+def check_out(out, dtype, shape, device, *inputs):
+    """ValueError unless out is None, or is of this dtype and shape on the device and no input wants a gradient."""
     if out is None:
         return
     check_tensor("out", out)
-    dtype = out_dtype(autocast(q.new_empty(0))[0].dtype) if dtype is None else dtype
-    shape = *q.shape[:-1], v.shape[-1]
-    if (out.dtype, out.device) != (dtype, q.device) or not same_sizes(out.shape, shape):
-        raise ValueError(f"out must be {dtype} of shape {shape} on {q.device}, got {shown(out)} on {out.device}")
-    if any(map(wants_gradient, (q, k, v, sinks, out))):
+    if (out.dtype, out.device) != (dtype, device) or not same_sizes(out.shape, shape):
+        raise ValueError(f"out must be {dtype} of shape {tuple(shape)} on {device}, got {shown(out)} on {out.device}")
+    if any(map(wants_gradient, (out, *inputs))):
         raise ValueError("out cannot be given where gradients are wanted: call under torch.no_grad()")
+
+
+def _check_result(out, q, *inputs):
+    """check_out for what attend gives: of q's dtype, or autocast's, with the head_dim of the last input but one."""
+    if out is not None:
+        dtype = out_dtype(autocast(q.new_empty(0))[0].dtype)
+        check_out(out, dtype, (*q.shape[:-1], inputs[-2].shape[-1]), q.device, q, *inputs)
 
 
 def returned(result, lse, out, return_attn_probs):
@@ -283,7 +287,7 @@ def _attend_pages(names, q, k, v, given, block_table, page_table, max_seqlen_q, 
     table = one_of(names, block_table=block_table, page_table=page_table)
     check_layout(names, "(T, H, D)", q=q)
     check_layout(names, "(num_pages, page_size, Hk, D)", k=k, v=v)
-    if check_dropout_p(given.dropout_p) > 0:
+    if check_number("dropout_p", given.dropout_p) > 0:
         raise NotImplementedError(f"{function}: dropout_p is not supported with {of_table}, only 0 is")
     names = {**names, "k_cache": "k", "v_cache": "v", "page_table": of_table}
     if given.cu_seqlens_k is not None:
@@ -302,7 +306,7 @@ def attend_rows(names, q, k_cache, v_cache, given, cache, append, k, v, out, ret
     """caches.attend_cached by flash-attn's layouts: q is (T, H, D) with cu_seqlens_q, else (B, Sq, H, D), and caches
     are (N, S, Hk, D), which is checked. mask_and_backend: causal, window_size and backend."""
     is_packed = given.cu_seqlens_q is not None
-    check_out(out, k_cache.dtype, q, k_cache, v_cache, given.sinks)
+    check_out(out, k_cache.dtype, (*q.shape[:-1], v_cache.shape[-1]), q.device, q, k_cache, v_cache, given.sinks)
     result = attend_cached(heads_first(q, is_packed), k_cache.transpose(1, 2), v_cache.transpose(1, 2), given, cache,
                            append, k, v, *mask_and_backend, names)
     o, *lse = result if isinstance(result, tuple) else (result,)

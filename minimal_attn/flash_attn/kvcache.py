@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..checks import (KERNEL_DTYPES, MAX_SPLITS, NO_WINDOW, check_dtype, check_no_derivative, check_tensor,
-                      check_tensor_of, dtype_names, holds, is_int, same_sizes, shown, sum_dtype)
+                      check_tensor_of, dtype_names, holds, is_int, shown, sum_dtype)
 from ..options import Append, Cache, Options
 from ..reference.append import check_room
-from .functions import Result, attend_rows, check_layout, heads_first, one_of, refuse
+from .functions import Result, attend_rows, check_layout, check_out, heads_first, one_of, refuse
 
 NAMES = {"function": "flash_attn_with_kvcache", "sm_scale": "softmax_scale", "seqused_k": "cache_seqlens",
          "leftpad_k": "cache_leftpad"}
@@ -153,16 +153,11 @@ def _check_partial(out_partial, lse_partial, out, out_dtype):
                          f"{MAX_SPLITS} splits, got {tuple(out_partial.shape)}")
     check_tensor_of("lse_partial", lse_partial, out_partial.device, dtypes=(sum_dtype(out_partial.dtype),),
                     shapes=(out_partial.shape[:-1],))
-    if out is not None:
-        check_tensor("out", out)
-    given = out_partial.dtype if out is None else out.dtype
+    given = getattr(out, "dtype", out_partial.dtype)
     dtype = given if out_dtype is None else out_dtype
     if dtype not in dtypes:
         raise TypeError(f"out_dtype must be None or one of {dtype_names(dtypes)}, got {shown(dtype)}")
-    shape = out_partial.shape[1:]
-    if out is not None and ((out.dtype, out.device) != (dtype, out_partial.device) or not same_sizes(out.shape, shape)):
-        raise ValueError(f"out must be {dtype} of shape {tuple(shape)} on {out_partial.device}, got {shown(out)} on "
-                         f"{out.device}")
+    check_out(out, dtype, out_partial.shape[1:], out_partial.device)
     check_no_derivative("flash_attn_combine", "flash_attention", out_partial=out_partial, lse_partial=lse_partial)
     return dtype
 

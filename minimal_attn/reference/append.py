@@ -18,10 +18,7 @@ ROTARY_STEP = 16  # rotary_dim is a multiple of it, as in flash-attn
 
 def check_append(k, v, k_cache, v_cache, append, names=OWN):
     """Raise unless the rows k (B, Hk, Sn, D), or packed (1, Hk, T, D), and v fit into the caches, and the rest of
-    append fits them. append.q is checked, if it is given.
-
-    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else. check_dtype follows.
-    """
+    append fits them. append.q is checked, if it is given. check_dtype follows."""
     seqused_k = names.get("seqused_k", "seqused_k")
     if append.seqused_k is None:
         raise ValueError(f"{seqused_k} must be given with new keys, which go to the places from {seqused_k} on")
@@ -121,8 +118,8 @@ def _check_values(k, k_cache, append, cache, names):
 def check_room(whose, seqused_name, begin, num_new, capacity):
     """ValueError unless a cache has room for so many new keys from place `begin` on."""
     if not holds(begin + num_new <= capacity):
-        raise ValueError(f"the cache has no room for the new keys{whose}: {seqused_name} is {begin}, {num_new} are new, "
-                         f"and there is room for {capacity}")
+        raise ValueError(f"the cache has no room for the new keys{whose}: {seqused_name} is {begin}, {num_new} are "
+                         f"new, and there is room for {capacity}")
 
 
 def _num_rows(x, cu_seqlens):

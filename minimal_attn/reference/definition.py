@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import check_number, check_qkv, checked_options, is_known, sum_dtype
+from ..checks import check_max_seqlens, check_number, check_qkv, checked_options, is_known, sum_dtype
 from ..options import Options
 from .dropout import keep_mask, keep_scale
 from .packed import as_padded
@@ -68,8 +68,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
         out 0 and lse -inf, or its sink.
     """
     check_qkv(q, k, v, DTYPES)
-    check_number("max_seqlen_q", max_seqlen_q)
-    check_number("max_seqlen_k", max_seqlen_k)
+    check_max_seqlens(max_seqlen_q, max_seqlen_k)
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
                     dropout_p=dropout_p, dropout_seed=dropout_seed)
     options = checked_options(given, q, k, causal, window_size, seq_lens)

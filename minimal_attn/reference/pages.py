@@ -12,10 +12,7 @@ from .tree_mask import seen_in_tree
 
 def check_cached(q, k, v, lengths, cache, names=OWN):
     """Raise unless q (B, H, Sq, D) or packed (1, H, Tq, D), a cache in k (N, Hk, S, D) and v, lengths and cache fit
-    together, and the keys that the samples use are there. v may have another head_dim.
-
-    TypeError for what is no dense tensor or of a wrong dtype, ValueError for everything else. check_dtype follows.
-    """
+    together, and the keys that the samples use are there. v may have another head_dim. check_dtype follows."""
     check_fit(q, k, v, lengths, cache, names)
     values = *lengths, cache.leftpad_k, cache.batch_idx, cache.page_table
     if not q.is_cuda and all(x is None or can_read(x) for x in values):

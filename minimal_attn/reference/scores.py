@@ -45,19 +45,19 @@ def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
     return mask.expand(*mask.shape[:-2], rows.shape[0], cols.shape[0])
 
 
-def alibi_bias(alibi_slopes, seqlen_q, seqlen_k, lengths, dtype):
+def alibi_bias(slopes, seqlen_q, seqlen_k, lengths, dtype):
     """The bias that ALiBi adds to the scores of a padded batch: of this dtype, broadcastable to (B, H, Sq, Sk)."""
-    rows, cols, seqlen_q, seqlen_k = positions(seqlen_q, seqlen_k, lengths, alibi_slopes.device)
+    rows, cols, seqlen_q, seqlen_k = positions(seqlen_q, seqlen_k, lengths, slopes.device)
     distances = (rows + seqlen_k - seqlen_q - cols).abs()
-    return -alibi_slopes[..., None, None].to(dtype) * distances
+    return -slopes[..., None, None].to(dtype) * distances
 
 
 def with_scores(scores, options):
     """scores (B, H, Sq, Sk) of a padded batch, after softcap, ALiBi and attn_bias."""
     if options.softcap > 0:
         scores = options.softcap * (scores / options.softcap).tanh()
-    if options.alibi_slopes is not None:
-        scores = scores + alibi_bias(options.alibi_slopes, *scores.shape[2:], options.lengths, scores.dtype)
+    if (slopes := options.alibi_slopes) is not None:
+        scores = scores + alibi_bias(slopes, *scores.shape[2:], options.lengths, scores.dtype)
     if options.attn_bias is None:
         return scores
     if options.attn_bias.dtype == torch.bool:
@@ -71,8 +71,8 @@ def as_attn_mask(q, k, options, visible):
     bias = None if options.attn_bias is None else without_repeats(options.attn_bias)
     if bias is not None and bias.dtype == torch.bool:
         visible, bias = bias if visible is None else bias & visible, None
-    if options.alibi_slopes is not None:
-        alibi = alibi_bias(options.alibi_slopes, q.shape[2], k.shape[2], options.lengths, sum_dtype(q.dtype))
+    if (slopes := options.alibi_slopes) is not None:
+        alibi = alibi_bias(slopes, q.shape[2], k.shape[2], options.lengths, sum_dtype(q.dtype))
         bias = alibi if bias is None else bias + alibi
     if bias is None or visible is None:
         return visible if bias is None else bias

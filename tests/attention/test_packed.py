@@ -363,7 +363,8 @@ def test_pad_input_bad_input():
     for error, match, arguments in [
             (TypeError, "hidden_states must be", (3, indices, 2, 3)),
             (TypeError, "batch must be", (x, indices, True, 4)),
-            (TypeError, "seqlen must be", (x, indices, 1, 4.0)), (ValueError, "batch must be at least 0", (x, indices, -1, -4)),
+            (TypeError, "seqlen must be", (x, indices, 1, 4.0)),
+            (ValueError, "batch must be at least 0", (x, indices, -1, -4)),
             (TypeError, "indices must be int64", (x, indices.int(), 2, 3)),
             (ValueError, "indices must be", (x, indices[1:], 2, 3)), (ValueError, "4 rows", (x, indices, 1, 3))]:
         with pytest.raises(error, match=match):

@@ -17,7 +17,7 @@ from minimal_attn import (FlashMHA, attention as interface, checks, flash_attent
                           flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_varlen_kvpacked_func,
                           reference_attention)
 from minimal_attn.backends import cuda, torch as sdpa
-from minimal_attn.options import Lengths
+from minimal_attn.options import Options
 from test_lengths import DEVICE, DTYPES, IMPLS, close
 from test_scores import (B, H, HEAD_DIM_V, SCALE, each_backend, each_impl, inputs, inputs_of, ints, mask, packed, randn,
                          slopes)
@@ -53,11 +53,11 @@ def test_no_bias_is_copied_on_the_way(shape, dtype, monkeypatch):
 
 def test_slopes_are_not_copied():
     one, each = slopes(H), slopes(3, H)
-    q, _, _, *bounds = packed()
-    lengths = Lengths(*bounds)
-    for given in (one, each):
-        assert checks.check_alibi_slopes(given, q, lengths).data_ptr() == given.data_ptr()
-    assert checks.check_alibi_slopes(one.expand(3, H), q, lengths).is_contiguous()
+    q, k, _, *bounds = packed()
+    taken = [checks.checked_options(Options(*bounds, alibi_slopes=x), q, k, False, (-1, -1)).alibi_slopes
+             for x in (one, each, one.expand(3, H))]
+    assert taken[0].data_ptr() == one.data_ptr() and taken[1].data_ptr() == each.data_ptr()
+    assert taken[2].is_contiguous()
 
 
 @each_impl
