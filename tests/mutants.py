@@ -216,7 +216,7 @@ MUTANTS = [
      "attention/test_ops.py -k clamped"),
     ("minimal_attn/reference/scores.py", "alibi_replaces_bias", "alibi if bias is None else bias + alibi", "alibi",
      f"{SCORES} -k 'torch and loop'"),
-    ("minimal_attn/checks.py", "strided_slopes", "return alibi_slopes.contiguous()", "return alibi_slopes",
+    ("minimal_attn/checks.py", "strided_slopes", "return x.contiguous()", "return x",
      "attention/test_scores.py facade/test_scores_facade.py -k 'slopes or alibi'"),
     ("minimal_attn/checks.py", "bias_of_other_heads", "not broadcasts(attn_bias.shape, shape):",
      "any(size % n for n, size in zip(attn_bias.shape[::-1], shape[::-1])):", "facade/test_scores_facade.py -k bad"),
@@ -268,7 +268,7 @@ MUTANTS = [
     ("minimal_attn/modules.py", "module_forgets_eval", "return module.train(mha.training)", "return module",
      "facade/test_mha.py -k from_torch"),
     ("minimal_attn/flash_attn/functions.py", "out_of_any_dtype",
-     "(out.dtype, out.device) != (dtype, q.device) or", "out.device != q.device or",
+     "(out.dtype, out.device) != (dtype, device) or", "out.device != device or",
      f"{CACHE_ERRORS} {PACKED} -k 'bad_input or errors or names'"),
     ("minimal_attn/flash_attn/kvcache.py", "combine_reads_empty_parts", ".masked_fill(is_empty[..., None], 0)", "",
      CACHE_NAMES + " -k combine"),
@@ -318,14 +318,7 @@ def copy_tree():
         if (ROOT / name).is_file():
             (TREE / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, TREE / name)
-    forget_killed_builds()
     subprocess.run([sys.executable, "-c", "import minimal_attn; minimal_attn.load()"], cwd=TREE, env=ENV, check=True)
-
-
-def forget_killed_builds():
-    """torch waits for their locks."""
-    for lock in EXTENSIONS.rglob("lock"):
-        lock.unlink()
 
 
 def run_tests(tests, is_csrc):
@@ -333,7 +326,6 @@ def run_tests(tests, is_csrc):
     if is_csrc:
         shutil.rmtree(MADE, ignore_errors=True)
     MADE.mkdir(exist_ok=True)
-    forget_killed_builds()
     is_slow, tests = tests.startswith("slow "), tests.removeprefix("slow ")
     arguments = [f"tests/{word}" if ".py" in word else word for word in shlex.split(tests)]
     command = [sys.executable, "-m", "pytest", "-xq", *arguments, "-m", "slow" if is_slow else "not slow"]
