@@ -12,8 +12,8 @@ from torch.compiler import is_compiling
 from .backends import cuda, reference, torch, triton
 from .backends.auto import auto_backend
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, NO_WINDOW, OWN, autocast, check_choice, check_dtype,
-                     check_max_seqlens, check_no_derivative, check_qkv, checked_options, is_known, is_transformed, is_zero,
-                     wants_gradient)
+                     check_max_seqlens, check_no_derivative, check_qkv, checked_options, is_known, is_transformed,
+                     is_zero, wants_gradient)
 from .options import Options
 from .reference.packed import with_own_keys
 

@@ -1,7 +1,7 @@
 """The library of the wheel: csrc by torch's stable ABI, for many versions of torch, of Python and of GPUs in one file.
 
-Library has what the module of csrc/main.cpp has, so that backends/cuda.py need not know which one it calls. The fast path
-and the derivative need more of torch than its stable ABI has, and so are in Python here.
+Library has what the module of csrc/main.cpp has, so that backends/cuda.py need not know which one it calls. The fast
+path and the derivative need more of torch than its stable ABI has, and so are in Python here.
 
 Read next: backends/ops.py, the shapes and the derivative; ../csrc/binding/stable.cpp, the library.
 """
