@@ -17,7 +17,7 @@ from cases import FP32_TOLERANCE, SEED, slow_unless
 from minimal_attn import FlashMHA, flash_attention
 from minimal_attn.attention import BACKENDS
 from minimal_attn.bench.context_parallel import judge
-from minimal_attn.distributed import all_gather, context_parallel_attention, local, shard, shard_labels, unshard
+from minimal_attn.distributed import all_gather, calls, context_parallel_attention, shard, shard_labels, unshard
 from minimal_attn.reference import reference_attention
 from minimal_attn.toolkit.validation import allowed_error
 from test_lengths import TOLERANCE
@@ -214,7 +214,7 @@ def gather_in_groups(patch):
     patch.setattr(all_gather, "MIN_FLOP", 1)
     patch.setattr(all_gather, "MIN_FETCHED", 1)
     patch.setattr(all_gather, "MIN_FETCHED_BACKWARD", 1)
-    patch.setattr(local, "LONG_BESIDE", 6)
+    patch.setattr(calls, "LONG_BESIDE", 6)
 
 
 def test_results_of_heads_in_groups(four):

@@ -7,10 +7,10 @@ import torch
 from torch.distributed.tensor.experimental import context_parallel
 
 import ranks
-from minimal_attn.distributed import attention, pieces as pieces_module, shard, shard_labels, shard_positions, unshard
+from minimal_attn.distributed import attention, shard, shard_labels, shard_positions, unshard
+from minimal_attn.distributed.calls import Document, calls_of, length, pieces_of
 from minimal_attn.distributed.layout import Chunk, Shards
-from minimal_attn.distributed.pieces import Document, calls_of, pieces_of
-from minimal_attn.distributed.room import room_for
+from minimal_attn.distributed.padding import dropout_padding
 from minimal_attn.options import Lengths
 from minimal_attn.reference.scores import visible_keys
 
@@ -134,13 +134,13 @@ def test_calls_see_every_key_once(share_keys):
         for piece in pieces:
             is_alone = (piece,) in [call.pieces for call in with_long]
             num_long += is_alone
-            assert is_alone or pieces_module.length(piece.rows) < 6
+            assert is_alone or length(piece.rows) < 6
     assert num_long > 100
 
 
-def places_in(chunks, length, more=0):
-    """(length,): what place of the sequence a row of a tensor with Chunks has, and with `more` rows behind each."""
-    places = torch.full((length,), -1)
+def places_in(chunks, num_rows, more=0):
+    """(num_rows,): what place of the sequence a row of a tensor with Chunks has, and with `more` rows behind each."""
+    places = torch.full((num_rows,), -1)
     for chunk in chunks:
         n = chunk.end - chunk.begin + more
         places[chunk.local : chunk.local + n] = torch.arange(chunk.begin, chunk.begin + n)
@@ -155,19 +155,19 @@ def test_calls_with_dropout_begin_at_whole_groups(share_keys):
     for _ in range(300):
         shards, num_rows, documents, window = drawn_sequence(draw)
         total, _, wanted = shards.size * num_rows, *seen_in_sequence(shards.size * num_rows, documents, window)
-        room = room_for(shards, num_rows, documents, True)
-        row_places = places_in(room.row_chunks(), num_rows + sum(room.fronts))
-        own = room.own(torch.arange(len(row_places)).view(1, 1, -1)).flatten()
-        assert torch.equal(room.own(room.extended(torch.arange(num_rows).view(1, 1, -1))).flatten(),
+        padding = dropout_padding(shards, num_rows, documents, True)
+        row_places = places_in(padding.row_chunks(), num_rows + sum(padding.rows_before))
+        own = padding.unpad_rows(torch.arange(len(row_places)).view(1, 1, -1)).flatten()
+        assert torch.equal(padding.unpad_rows(padding.pad_rows(torch.arange(num_rows).view(1, 1, -1))).flatten(),
                            torch.arange(num_rows))
-        more = room.num_next
+        more = padding.keys_after
         num_keys = num_rows + more * shards.chunks_per_rank
-        of_ranks = [(room.key_chunks(rank), num_keys, more) for rank in range(shards.size)]
+        of_ranks = [(padding.key_chunks(rank), num_keys, more) for rank in range(shards.size)]
         for sources in (of_ranks, [([Chunk(0, total, 0)], total, 0)]):
             seen = torch.zeros(num_rows, total + more, dtype=torch.int)
             for key_chunks, num_keys, behind in sources:
                 key_places = places_in(key_chunks, num_keys, behind)
-                pieces = pieces_of(room.row_chunks(), key_chunks, documents, window, True)
+                pieces = pieces_of(padding.row_chunks(), key_chunks, documents, window, True)
                 for call in calls_of(pieces, 1, len(row_places), num_keys, share_keys):
                     seen.index_add_(1, key_places, seen_in(call, len(row_places), num_keys)[own])
                     samples = samples_of(call)
