@@ -272,7 +272,7 @@ MUTANTS = [
     ("minimal_attn/distributed/calls.py", "window_between_ranks_one_short", "min(row_end, key_end + left)",
      "min(row_end, key_end + left - 1)", SHARDS + " -k every_key_once"),
     ("minimal_attn/distributed/attention.py", "ulysses_drops_alike_on_all_ranks",
-     "with_origins(seed, heads.start,", "with_origins(seed, 0,", RANKS + " -k dropout"),
+     "with_origins(seed, heads.start,", "with_origins(seed, 0,", RANKS + " -k 'results_are and 0.3'"),
     ("minimal_attn/distributed/layout.py", "late_chunks_not_reversed", "torch.cat((early, late.flip(0)))",
      "torch.cat((early, late))", SHARDS + " -k shards_are"),
     ("minimal_attn/distributed/ring.py", "ring_turns_the_other_way", "yield (shards.rank - step)",

@@ -197,8 +197,7 @@ def check_global_window(window_size, causal, documents):
 
 
 def check_method(method, q, k, v, shards, alibi_slopes, window):
-    """The method to take; ValueError if there is none of this name or the heads do not allow it, NotImplementedError if
-    it has no ALiBi."""
+    """The method to take; ValueError for an unknown name or unfit heads, NotImplementedError if it has no ALiBi."""
     if method not in ("auto", *METHODS):
         raise ValueError(f"unknown method {shown(method)}: 'auto' or one of {', '.join(map(repr, METHODS))}")
     heads, heads_k = q.shape[1], k.shape[1]

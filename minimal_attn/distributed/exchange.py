@@ -76,11 +76,11 @@ def filling_by_messages(k, v, groups, shards, _):
 def filling_by_peers(k, v, groups, shards, peers):
     """filling_by_messages, through peer memory: this rank writes its keys and values there now, and all ranks copy."""
     batch, heads, num_rows, _ = k.shape
-    elements_of_head = num_rows * batch * (k.shape[3] + v.shape[3])
-    slot = peers.gathered.slot((heads * elements_of_head,), k.dtype)
+    of_head = num_rows * batch * (k.shape[3] + v.shape[3])
+    slot = peers.gathered.slot((heads * of_head,), k.dtype)
 
     def rows_of(rank, heads):
-        flat = slot.of_rank(rank)[heads.start * elements_of_head:heads.stop * elements_of_head]
+        flat = slot.of_rank(rank)[heads.start * of_head:heads.stop * of_head]
         return flat.view(num_rows, batch, -1, k.shape[3] + v.shape[3])
 
     for heads in groups:
@@ -94,8 +94,9 @@ def filling_by_peers(k, v, groups, shards, peers):
                 yield everything[run.begin:run.end], rows[run.local_slice(run.begin, run.end)]
 
     def fill(number, everything):
-        copied = slot.fetch(chunks(groups[number], everything))
-        write_rows(copy, shards.of_rank(everything, shards.rank), k[:, groups[number]], v[:, groups[number]])  # meanwhile
+        heads = groups[number]
+        copied = slot.fetch(chunks(heads, everything))
+        write_rows(copy, shards.of_rank(everything, shards.rank), k[:, heads], v[:, heads])  # meanwhile
         return copied,
 
     return fill

@@ -63,7 +63,7 @@ def test_warning_without_peer_memory(four, tmp_path):
 
 @ranks.in_group()
 def grown_in_rank(group, folder):
-    """Values that a rank finds in the slots of the other while they grow, and after one that nobody has fetched from."""
+    """Values that a rank finds in the slots of the other while they grow, and after one that nobody fetched from."""
     rank, found = torch.distributed.get_rank(group), []
     with pytest.MonkeyPatch.context() as patch:
         peer_files.use(patch, folder)
