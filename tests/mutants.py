@@ -255,7 +255,7 @@ MUTANTS = [
     ("minimal_attn/sdpa/activation.py", "inner_activated_ends_outer", "            if before is None:\n",
      "            if before in (None, NAME):\n", ACTIVATE),
     ("minimal_attn/sdpa/activation.py", "unserved_calls_return_none",
-     "original.call_boxed(keys, *args, **kwargs) if result is None else result", "result", ACTIVATE),
+     "return original.call_boxed(keys, *args, **kwargs)", "return None", ACTIVATE),
     ("minimal_attn/backends/reference.py", "gradient_without_share", "dlse = share * (dout", "dlse = (dout",
      RANKS + " -k 'results_are or within'"),
     ("minimal_attn/reference/dropout.py", "philox_without_a_round", "for _ in range(ROUNDS):", "for _ in range(ROUNDS - 1):",
