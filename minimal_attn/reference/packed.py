@@ -165,40 +165,27 @@ def _add_rows(parts: Tensor, rows: Tensor, total: int) -> Tensor:
     return sums.to(parts.dtype)
 
 
-@_take_rows.register_fake
-def _(x, rows):
-    return x.new_empty(*x.shape[:2], rows.shape[0], x.shape[3])
-
-
-@_add_rows.register_fake
-def _(parts, rows, total):
-    return parts.new_empty(total, *parts.shape[1:])
+_take_rows.register_fake(lambda x, rows: x.new_empty(*x.shape[:2], rows.shape[0], x.shape[3]))
+_add_rows.register_fake(lambda parts, rows, total: parts.new_empty(total, *parts.shape[1:]))
 
 
 def _save_rows(ctx, inputs, output):
-    x, rows = inputs
+    x, rows, *_ = inputs
     ctx.save_for_backward(rows)
-    ctx.total = x.shape[2]
+    ctx.total = x.shape[2]  # of _take_rows
 
 
 def _take_rows_backward(ctx, dout):
-    rows, = ctx.saved_tensors
-    return _add_rows(dout[0].transpose(0, 1), rows, ctx.total).transpose(0, 1)[None], None
-
-
-def _save_added_rows(ctx, inputs, output):
-    _, rows, _ = inputs
-    ctx.save_for_backward(rows)
+    return _add_rows(dout[0].transpose(0, 1), ctx.saved_tensors[0], ctx.total).transpose(0, 1)[None], None
 
 
 def _add_rows_backward(ctx, dsums):
-    rows, = ctx.saved_tensors
-    return _take_rows(dsums.transpose(0, 1)[None], rows)[0].transpose(0, 1), None, None
+    return _take_rows(dsums.transpose(0, 1)[None], ctx.saved_tensors[0])[0].transpose(0, 1), None, None
 
 
 _take_rows.register_autograd(_take_rows_backward, setup_context=_save_rows)
 # For second derivatives, which then reach a kernel, whose error says that it has none.
-_add_rows.register_autograd(_add_rows_backward, setup_context=_save_added_rows)
+_add_rows.register_autograd(_add_rows_backward, setup_context=_save_rows)
 
 
 def begins_and_lengths(cu_seqlens, total):
