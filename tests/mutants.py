@@ -288,7 +288,7 @@ MUTANTS = [
      RANKS + " -k heads_in_groups"),
     ("minimal_attn/integrations/masks.py", "positions_changed_in_place", "known[1:3] == (version, batch_size):",
      "known[2] == batch_size:", OF_TRANSFORMERS + " -k positions"),
-    ("minimal_attn/integrations/masks.py", "left_padding_counts_as_right", "if not is_last or mask.seqused_k",
+    ("minimal_attn/integrations/masks.py", "left_padding_counts_as_right", "if is_last and mask.seqused_k",
      "if mask.seqused_k",
      OF_TRANSFORMERS + " -k masks"),
     ("minimal_attn/integrations/masks.py", "window_one_key_too_wide", "Pattern(True, (window - 1, 0))",
