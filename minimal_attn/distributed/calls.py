@@ -19,7 +19,7 @@ from .padding import TILE, DropoutPadding, dropout_padding
 
 # Rows: longer pieces are faster as dense calls than as samples of a packed one, on an H200, since dense calls have
 # larger tiles of keys. Calls that overlap also fill the GPU where one ends, so that shorter pieces may be dense.
-LONG, LONG_BESIDE = 8192, 2048
+LONG, LONG_OVERLAPPED = 8192, 2048
 
 
 class Document(NamedTuple):
@@ -84,7 +84,7 @@ class Attention(NamedTuple):
         return cached_calls(padding.row_chunks(), key_chunks or (Chunk(0, num_keys, 0),), self.documents,
                             self.options.window, self.options.dropout_seed is not None, batch_size,
                             padding.num_rows + sum(padding.rows_before), num_keys, share_keys,
-                            LONG if key_chunks else LONG_BESIDE)
+                            LONG if key_chunks else LONG_OVERLAPPED)
 
     def of_heads(self, heads):
         """This Attention restricted to a slice of query heads."""

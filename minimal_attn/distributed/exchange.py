@@ -54,8 +54,8 @@ def gathered(k, v, groups, shards, peers):
 
 
 def filling_by_messages(k, v, groups, shards, _):
-    """A function (number of a group, everything) that starts to exchange chunks with all ranks, and returns works to
-    wait for.
+    """fill(number of a group, everything), which starts to exchange chunks with all ranks and returns works to wait
+    for.
 
     Each rank sends its chunks to each other rank. So each chunk goes into another node as often as that has ranks,
     where a collective could send it once. Between nodes method="auto" takes the ring, but not with alibi_slopes.
@@ -74,7 +74,7 @@ def filling_by_messages(k, v, groups, shards, _):
 
 
 def filling_by_peers(k, v, groups, shards, peers):
-    """filling_by_messages, through peer memory: this rank writes its keys and values there now, and all ranks copy."""
+    """fill of filling_by_messages, by peer memory: this rank writes its keys and values now, and all ranks copy."""
     batch, heads, num_rows, _ = k.shape
     of_head = num_rows * batch * (k.shape[3] + v.shape[3])
     slot = peers.gathered.slot((heads * of_head,), k.dtype)

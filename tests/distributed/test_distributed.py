@@ -214,7 +214,7 @@ def gather_in_groups(patch):
     patch.setattr(all_gather, "MIN_FLOP", 1)
     patch.setattr(all_gather, "MIN_FETCHED", 1)
     patch.setattr(all_gather, "MIN_FETCHED_BACKWARD", 1)
-    patch.setattr(calls, "LONG_BESIDE", 6)
+    patch.setattr(calls, "LONG_OVERLAPPED", 6)
 
 
 def test_results_of_heads_in_groups(four):
