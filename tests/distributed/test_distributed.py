@@ -210,10 +210,8 @@ def compare_in_groups(cases):
 
 
 def gather_in_groups(patch):
-    patch.setattr(all_gather, "MIN_BYTES", 1)
-    patch.setattr(all_gather, "MIN_FLOP", 1)
-    patch.setattr(all_gather, "MIN_FETCHED", 1)
-    patch.setattr(all_gather, "MIN_FETCHED_BACKWARD", 1)
+    for name in ("MIN_BYTES", "MIN_FLOP", "MIN_FETCHED", "MIN_FETCHED_BACKWARD"):
+        patch.setattr(all_gather, name, 1)
     patch.setattr(calls, "LONG_OVERLAPPED", 6)
 
 
