@@ -19,7 +19,7 @@ from contextlib import ExitStack
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..checks import sum_dtype
+from ..checks import empty_like, empty_outputs
 from .calls import gradient_of_sinks, has_all_rows
 from .exchange import begin_sums, gathered, parts_of
 from .peer_memory import peers_of
@@ -80,14 +80,6 @@ def growth_of_messages(q, k, v, num_ranks, is_backward):
     if is_backward:
         sizes[-1] = 1
     return -(-heads // sum(sizes)), growth
-
-
-def empty_rows(q, head_dim):
-    """(B, H, T, head_dim), in the order of q's memory: rows or heads first."""
-    batch, heads, rows, _ = q.shape
-    if q.stride(2) > q.stride(1):
-        return q.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
-    return q.new_empty(batch, heads, rows, head_dim)
 
 
 def query_heads(heads, num_heads, num_heads_k):
@@ -176,7 +168,7 @@ class AllGatherAttention(torch.autograd.Function):
         parts = {rank: parts_of(attention.key_ranges(rank, k.shape[0], num_keys),
                                 shards._replace(group=None, rank=rank), k.shape[2])
                  for rank in (range(shards.size) if peers else (shards.rank,))}
-        dq, dk, dv = empty_rows(q_rows, q.shape[3]), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = empty_like(q_rows), torch.empty_like(k), torch.empty_like(v)
         if not has_all_rows(calls, q_rows):
             dq.zero_()
         sums = []  # of the group before
@@ -214,7 +206,7 @@ def attend(q, k, v, attention):
     if len(groups) == len(calls) == 1 and has_all_rows(calls, q):  # its results need no copy
         (_, *keys), = parts
         return map(padding.unpad_rows, attention.forward(calls[0], q, *keys))
-    out, lse = empty_rows(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
+    out, lse = empty_outputs(q, v)
     if not has_all_rows(calls, q):
         out.zero_()  # as rows without a document have
         lse.fill_(-math.inf)

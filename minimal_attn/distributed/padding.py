@@ -44,6 +44,8 @@ class DropoutPadding(NamedTuple):
 
     def row_chunks(self) -> tuple[Chunk, ...]:
         """This rank's Chunks in a tensor of pad_rows. A Chunk includes the padding before it."""
+        if not any(self.rows_before):
+            return self.shards.chunks(self.shards.rank, self.num_rows)
         chunks, shift = [], 0
         for before, (begin, end, local) in zip(self.rows_before, self.shards.chunks(self.shards.rank, self.num_rows)):
             chunks.append(Chunk(begin - before, end, local + shift))
