@@ -127,19 +127,19 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
         max_seqlen_k = total if longest is None else longest
     if longest is not None and max_seqlen_k < longest:
         raise ValueError(f"max_seqlen_k must be at least the largest of seqused_k, {longest}, got {max_seqlen_k}")
-    room = larger(smaller(max_seqlen_k, total), 1)
-    seqlen_own = seqlen.clamp(max=room)
+    capacity = larger(smaller(max_seqlen_k, total), 1)
+    seqlen_own = seqlen.clamp(max=capacity)
     ends = seqlen_own.cumsum(0)
-    row = torch.arange(batch_size * room, device=k.device)
+    row = torch.arange(batch_size * capacity, device=k.device)
     sample = torch.searchsorted(ends, row, right=True).clamp(max=batch_size - 1)
     own_begin = ends - seqlen_own
     # Rows after the last sample are copies of any keys: no row of q sees them, and their gradients are 0.
     rows = torch.where(row < ends[-1], begin[sample] + row - own_begin[sample], row % total)
     bounds = pad(ends, (1, 0)).int()
     k, v = _take_rows(k, rows), _take_rows(v, rows)
-    if longest is None and not is_known(room >= total):
+    if longest is None and not is_known(capacity >= total):
         # By a factor, which gradients have too: masked_fill would make theirs 0.
-        factor = k.new_ones(batch_size).masked_fill(seqlen > room, float("nan"))[sample, None]
+        factor = k.new_ones(batch_size).masked_fill(seqlen > capacity, float("nan"))[sample, None]
         k, v = k * factor, v * factor
     return k, v, lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
 
