@@ -1,30 +1,31 @@
 """Context parallelism by all-gather: every rank gets all keys and values, of all heads or of some at a time.
 
-Each row sees all of its keys in one call of a kernel, so nothing is merged, and its result is that of one GPU. With
-groups of heads, the keys of the next ones are on their way while the kernel computes with some. Calls run beside one
-another, so that the next one fills the GPU where one ends. The backward pass gathers the keys again rather than keeping
-them. Each rank gets the sum of what all ranks have for its dk and dv. With 32 heads in three groups:
+Each row sees all of its keys in one call of a kernel, so nothing is merged, and its result is that of one GPU. Where
+heads are gathered in groups, communication overlaps with kernels: the keys of the next group are on their way while the
+kernel computes with one. Calls overlap too, on side streams: near its end, a call leaves multiprocessors idle, which
+another call fills. The backward pass gathers the keys again rather than keeping them, and sums dk and dv over ranks.
+With 32 heads in three groups:
 
     communication   |gather 0..3|gather 4..27|sum 0..3, gather 28..31|      |sum 4..27|     |sum 28..31|
     gradients                   |of 0..3     |of 4..27                      |of 28..31      |
 
-Read next: gathering.py, how keys get to other ranks.
+Read next: exchange.py, how keys and gradients get to other ranks.
 """
 
+import functools
 import math
 from contextlib import ExitStack
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..checks import sum_dtype
-from .gathering import gathered
-from .local import gradient_of_sinks
+from ..checks import empty_like, empty_outputs
+from .calls import gradient_of_sinks, has_all_rows
+from .exchange import begin_sums, gathered, parts_of
 from .peer_memory import peers_of
-from .pieces import all_rows
-from .side_streams import SideStreams
-from .summing import begin_sums, parts_of
 
+NUM_STREAMS = 4  # calls that may wait for multiprocessors at once
+# Groups of heads.
 MIN_BYTES = 4 << 20  # of a rank's keys and values: to gather less takes about as long, on two H200s
 MAX_BYTES = 1 << 30  # of all ranks' keys and values: heads with more take long enough to hide what comes next
 # With peer memory: bytes that a rank fetches. Below these there is one group, since another one costs the host time.
@@ -40,14 +41,19 @@ ROWS_OF_A_KEY = 4096  # attention of so many rows to a key takes as long as to s
 def head_groups(q, k, v, num_ranks, has_peers, is_backward=False):
     """The slices of key/value heads that are gathered one after another.
 
-    The first one is small, since nothing is computed before it is there. In the backward pass the last one is as small,
-    for the sum of its gradients, which nothing hides. There is one group where more would cost more than they hide.
+    The first group is small, since nothing is computed before it is there. In the backward pass the last one is as
+    small, for the sum of its gradients, which nothing hides. There is one group where more would cost more than they
+    hide.
     """
     heads = k.shape[1]
     bytes_of_head = k.element_size() * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
     most = max(1, MAX_BYTES // (num_ranks * bytes_of_head))
-    rule = growth_of_peers if has_peers else growth_of_messages
-    first, growth = rule(q, k, v, num_ranks, is_backward)
+    if has_peers:  # one group, or a small first one and a second one with all other heads
+        num_fetched = (num_ranks - 1) * k.element_size() * (k.numel() + v.numel())
+        is_one = num_fetched < (MIN_FETCHED_BACKWARD if is_backward else MIN_FETCHED)
+        first, growth = heads if is_one else -(-heads // FIRST_PART), heads
+    else:
+        first, growth = growth_of_messages(q, k, v, num_ranks, is_backward)
     size = first = min(heads, most, max(first, -(-MIN_BYTES // bytes_of_head)))
     ends, last = [first], min(first, heads - first) if is_backward else 0
     while ends[-1] < heads - last:
@@ -58,17 +64,8 @@ def head_groups(q, k, v, num_ranks, has_peers, is_backward=False):
     return [slice(begin, end) for begin, end in zip([0, *ends], ends)]
 
 
-def growth_of_peers(q, k, v, num_ranks, is_backward):
-    """Returns (heads of the first group, largest ratio of a group to the one before). There is one group, or a small
-    first one and a second one with all other heads."""
-    heads = k.shape[1]
-    num_fetched = (num_ranks - 1) * k.element_size() * (k.numel() + v.numel())
-    is_one = num_fetched < (MIN_FETCHED_BACKWARD if is_backward else MIN_FETCHED)
-    return heads if is_one else -(-heads // FIRST_PART), heads
-
-
 def growth_of_messages(q, k, v, num_ranks, is_backward):
-    """Returns (heads of the first group, largest ratio of a group to the one before) for exchange by messages.
+    """(heads of the first group, largest ratio of a group to the one before) for exchange by messages.
 
     The ratio is how much longer attention to a head takes than sending the head, so that computing one group hides
     the messages of the next.
@@ -85,18 +82,65 @@ def growth_of_messages(q, k, v, num_ranks, is_backward):
     return -(-heads // sum(sizes)), growth
 
 
-def empty_rows(q, head_dim):
-    """(B, H, T, head_dim), in the order of q's memory: rows or heads first."""
-    batch, heads, rows, _ = q.shape
-    if q.stride(2) > q.stride(1):
-        return q.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
-    return q.new_empty(batch, heads, rows, head_dim)
-
-
 def query_heads(heads, num_heads, num_heads_k):
     """The query heads that read these key/value heads."""
     group = num_heads // num_heads_k
     return slice(heads.start * group, heads.stop * group)
+
+
+class SideStreams:
+    """Streams for calls of kernels that a GPU may run at the same time. run() calls a function on them in turn, and
+    join() lets the current stream wait for the calls, as does the end of a `with` block. On a CPU, one call runs after
+    the other.
+
+    Results lie in memory of the side streams. A result may be dropped once the current stream has been given all work
+    that reads it. The next call on a side stream waits for that work.
+    """
+
+    def __init__(self, device):
+        self.current = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.streams = () if self.current is None else streams_of(self.current)
+        # Each running call: the event at its end, and its function and arguments. They keep memory alive until join().
+        self.number, self.running = 0, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.join()
+
+    def run(self, function, calls):
+        """[function(*args) for args in calls], after what the current stream has so far. It may use the results after
+        join()."""
+        if not self.streams:
+            return [function(*args) for args in calls]
+        begin, results = self.current.record_event(), []
+        for args in calls:
+            stream = self.streams[self.number % NUM_STREAMS]
+            self.number += 1
+            stream.wait_event(begin)
+            with torch.cuda.stream(stream):
+                try:
+                    results.append(function(*args))
+                finally:
+                    self.running.append((stream.record_event(), (function, args)))
+        return results
+
+    def join(self, but=0):
+        """Wait for all calls but the last `but` ones."""
+        num_over = max(0, len(self.running) - but)
+        for event, _ in self.running[:num_over]:
+            self.current.wait_event(event)
+        del self.running[:num_over]
+        if not self.running:
+            self.number = 0  # each stream that is used keeps memory of its own
+
+
+@functools.cache
+def streams_of(current):
+    """Side streams for the calls from a stream. Calls from another stream get others: else they could reuse memory that
+    is still read."""
+    return tuple(torch.cuda.Stream(current.device) for _ in range(NUM_STREAMS))
 
 
 class AllGatherAttention(torch.autograd.Function):
@@ -114,18 +158,18 @@ class AllGatherAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        attention, shards, room = ctx.attention, ctx.attention.shards, ctx.attention.room
+        attention, padding, shards = ctx.attention, ctx.attention.padding, ctx.attention.padding.shards
         peers = peers_of(shards.group, q.device)
-        q_rows = room.extended(q)
-        rows = room.extended(dout), q_rows, room.extended(out), room.extended(lse, -math.inf)
+        q_rows = padding.pad_rows(q)
+        rows = padding.pad_rows(dout), q_rows, padding.pad_rows(out), padding.pad_rows(lse, -math.inf)
         groups = head_groups(q, k, v, shards.size, bool(peers), is_backward=True)
         num_keys = shards.size * k.shape[2]
         calls = attention.calls(q_rows, num_keys, None, share_keys=False)
-        parts = {rank: parts_of(attention.key_ranges(rank, k.shape[0], num_keys), rank, shards.size,
-                                shards.chunks_per_rank, k.shape[2])
+        parts = {rank: parts_of(attention.key_ranges(rank, k.shape[0], num_keys),
+                                shards._replace(group=None, rank=rank), k.shape[2])
                  for rank in (range(shards.size) if peers else (shards.rank,))}
-        dq, dk, dv = empty_rows(q_rows, q.shape[3]), torch.empty_like(k), torch.empty_like(v)
-        if not all_rows(calls, q_rows):
+        dq, dk, dv = empty_like(q_rows), torch.empty_like(k), torch.empty_like(v)
+        if not has_all_rows(calls, q_rows):
             dq.zero_()
         sums = []  # of the group before
 
@@ -138,7 +182,8 @@ class AllGatherAttention(torch.autograd.Function):
             for heads, *keys in gathered(k, v, groups, shards, peers):
                 of_q = query_heads(heads, q.shape[1], k.shape[1])
                 tensors = *(x[:, of_q] for x in rows), *keys, dq[:, of_q]
-                gradients = side.run(attention.of_heads(of_q).key_gradients, [(call, *tensors) for call in calls])
+                of_heads = attention.of_heads(of_q)
+                gradients = side.run(write_dq, [(of_heads, call, *tensors) for call in calls])
                 side.join()
                 end_sums()  # which came in while this group was computed
                 for some, total in begin_sums(heads, gradients, k, v, shards, parts, peers):
@@ -148,34 +193,47 @@ class AllGatherAttention(torch.autograd.Function):
                 del keys, tensors, gradients, total  # their memory serves the next groups
         end_sums()
         dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
-        return room.own(dq), dk, dv, dsinks, None
+        return padding.unpad_rows(dq), dk, dv, dsinks, None
 
 
 def attend(q, k, v, attention):
     """(out, lse) of this rank's rows."""
-    room, shards = attention.room, attention.shards
+    padding, shards = attention.padding, attention.padding.shards
     peers = peers_of(shards.group, q.device)
-    rows, groups = room.extended(q), head_groups(q, k, v, shards.size, bool(peers))
-    calls = attention.calls(rows, shards.size * k.shape[2], None, share_keys=True)
+    groups, q = head_groups(q, k, v, shards.size, bool(peers)), padding.pad_rows(q)
+    calls = attention.calls(q, shards.size * k.shape[2], None, share_keys=True)
     parts = gathered(k, v, groups, shards, peers)
-    if len(groups) == len(calls) == 1 and all_rows(calls, rows):  # then its results are those of all
+    if len(groups) == len(calls) == 1 and has_all_rows(calls, q):  # its results need no copy
         (_, *keys), = parts
-        out, lse = attention.run(calls[0], rows, *keys)
-    else:
-        out, lse = attend_by_groups(attention, calls, rows, parts, v.shape[3], k.shape[1])
-    return room.own(out), room.own(lse)
-
-
-def attend_by_groups(attention, calls, q, parts, head_dim_v, heads_k):
-    """(out, lse) of the rows q, by the Calls of each group of heads: (heads, k, v)."""
-    out, lse = empty_rows(q, head_dim_v), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
-    if not all_rows(calls, q):
+        return map(padding.unpad_rows, attention.forward(calls[0], q, *keys))
+    out, lse = empty_outputs(q, v)
+    if not has_all_rows(calls, q):
         out.zero_()  # as rows without a document have
         lse.fill_(-math.inf)
     with SideStreams(q.device) as side:
         for heads, *keys in parts:
-            of_q = query_heads(heads, q.shape[1], heads_k)
-            tensors = q[:, of_q], *keys, out[:, of_q], lse[:, of_q]
-            side.run(attention.of_heads(of_q).attend, [(call, *tensors) for call in calls])
+            of_q = query_heads(heads, q.shape[1], k.shape[1])
+            of_heads, tensors = attention.of_heads(of_q), (q[:, of_q], *keys, out[:, of_q], lse[:, of_q])
+            side.run(write_out, [(of_heads, call, *tensors) for call in calls])
             side.join(but=len(calls))  # those of this group may go on beside those of the next one
-    return out, lse
+    return map(padding.unpad_rows, (out, lse))
+
+
+def write_out(attention, call, q, k, v, out, lse):
+    """Write out (B, H, T, Dv) and lse of the rows of a Call."""
+    for whole, part in zip((out, lse), attention.forward(call, q, k, v)):
+        copy_rows(call, whole, part)
+
+
+def write_dq(attention, call, dout, q, out, lse, k, v, dq):
+    """(dk, dv) of call.keys. Writes dq (B, H, T, D) of the rows of a Call."""
+    part, dk, dv = attention.backward(call, dout, q, out, lse, k, v)
+    copy_rows(call, dq, part)
+    return dk, dv
+
+
+def copy_rows(call, whole, part):
+    """Copy the rows of the pieces of a Call from part (B, H, rows of the call, ...) to whole (B, H, T, ...)."""
+    for piece in call.pieces:
+        begin, end = piece.rows.start - call.rows.start, piece.rows.stop - call.rows.start
+        whole[:, :, piece.rows].copy_(part[:, :, begin:end])

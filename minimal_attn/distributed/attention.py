@@ -1,7 +1,7 @@
 """context_parallel_attention: attention of a sequence that is split over the ranks of a process group.
 
-All of its input is checked before anything is sent. Then one of three methods is chosen, each in a file of its own.
-Read next: layout.py, which rank holds which rows; all_gather.py, the method within a node.
+All input is checked before anything is sent. Each of the three methods has a file of its own. Read next: layout.py,
+which rank holds which rows; all_gather.py, the method within a node.
 """
 
 import functools
@@ -16,19 +16,15 @@ from ..checks import (FP8_DTYPES, NO_WINDOW, autocast, check_choice, check_dropo
                       check_no_derivative, check_number, check_qkv, check_sizes, check_tensor, check_tensor_of,
                       checked_options, is_transformed, shown)
 from ..options import Options
-from ..reference.dropout import seed_with_origins
 from .all_gather import AllGatherAttention
+from .calls import Attention, Document, Origin, ints, with_origins
 from .layout import check_seqlen, shards_of, spans_nodes
-from .local import Attention
-from .pieces import Document, ints
+from .padding import dropout_padding
 from .ring import RingAttention
-from .room import room_for
 from .ulysses import own_heads, ulysses_attention
 
 METHODS = "all_gather", "ring", "ulysses"
-# Limit for the keys and values of all ranks. Above it "auto" takes the ring, since all_gather with one head would
-# gather all of them at once.
-MAX_GATHERED_BYTES = 8 << 30
+MAX_GATHERED_BYTES = 8 << 30  # keys and values of all ranks; with more, "auto" takes the ring
 
 
 @not_compiled  # what is sent, and to whom, is decided in Python
@@ -39,20 +35,18 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
                                sinks: Tensor | None = None, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
                                dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False,
                                backend: str = "auto") -> Tensor:
-    """flash_attention(q, k, v) of one sequence of P·T rows, of which each of the P ranks of a group holds T.
+    """flash_attention(q, k, v) of one sequence of P·T rows, split over the P ranks of a group, T rows each.
 
-    All ranks call this with tensors of the same shapes and dtypes, and with the same options: that is not checked, and
-    where it is not so, a rank fails or waits until the time-out of the group. The gradients of q, k and v are those of
-    this rank's rows. The gradient of sinks is this rank's part, to be summed over the ranks like that of any parameter.
+    All ranks call this with the same shapes, dtypes and options. That is not checked: where they differ, a rank fails
+    or waits until the time-out of the group. The gradients of q, k and v are those of this rank's rows. The gradient of
+    sinks is this rank's part, to be summed over the ranks like that of any parameter.
 
     Args:
-        q: (B, H, T, D), this rank's rows in the layout, with D from 1 to 256. Dtypes as of flash_attention, without
-            float8.
+        q: (B, H, T, D), this rank's rows, with D from 1 to 256. Dtypes as for flash_attention, without float8.
         k, v: (B, Hk, T, D), with H a multiple of Hk. v, and then out, may have another head_dim.
         group: the process group that the sequence is split over; the default group if None.
-        causal, sm_scale, sinks, softcap, deterministic, backend: as of flash_attention. Rows see keys by their places
-            in the whole sequence, or in their document.
-        window_size: as of flash_attention.
+        causal, sm_scale, window_size, sinks, softcap, deterministic, backend: as for flash_attention. Rows see keys by
+            their places in the whole sequence, or in their document.
         cu_seqlens: where the documents of a packed sequence begin and end: int32 (N + 1,), from 0 up to at most P·T.
             All ranks give the same; B is then 1. Rows see their own document alone. The host reads it, so that a tensor
             on the CPU saves a wait for the GPU. Rows after the last entry are padding.
@@ -70,14 +64,14 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
             the same on all nodes. Without it, all ranks are taken to be on one node.
         alibi_slopes: float32 (H,), or (B, H) without cu_seqlens. Not with "ring", and with "all_gather" only under a
             causal mask.
-        dropout_p: as of flash_attention. One GPU that computes the whole drops the same elements, with the same seed,
-            and with cu_seqlens if they are given here. Chunks that begin at a multiple of 16 rows of their
-            document save a copy of q, and in the backward pass of out and dout.
+        dropout_p: as for flash_attention. One GPU that computes the whole drops the same elements, with the same seed
+            and cu_seqlens. Chunks that begin at a multiple of 16 rows of their document save a copy of q, and in the
+            backward pass of out and dout.
         dropout_seed: int64, one element, on q's device. Ranks may give or draw different seeds: that of the first rank
-            of the group holds, which the others get by a broadcast. If None, torch's generator draws it, on each rank.
+            of the group is broadcast and holds. If None, torch's generator draws it, on each rank.
 
     Returns:
-        out (B, H, T, Dv), of q's dtype; under torch.autocast of autocast's.
+        out (B, H, T, Dv), in q's dtype, or in autocast's under torch.autocast.
 
     Raises:
         TypeError: as flash_attention; a group that is no process group, a seqlen that is no int.
@@ -121,13 +115,13 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
             backend=backend, window_size=window_size, softcap=options.softcap,
             sinks=None if options.sinks is None else options.sinks[heads],
             alibi_slopes=None if slopes is None else slopes[..., heads], dropout_p=dropout_p,
-            dropout_seed=None if seed is None else seed_of_heads(seed, heads, cu_seqlens, q),
+            dropout_seed=None if seed is None else with_origins(seed, heads.start, samples_of_whole(cu_seqlens, q)),
             **lengths_of_whole(cu_seqlens, seqlen, q))
         return ulysses_attention(attend, q, k, v, shards)
-    room = room_for(shards, q.shape[2], documents, seed is not None)
+    padding = dropout_padding(shards, q.shape[2], documents, seed is not None)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     function = RingAttention if method == "ring" else AllGatherAttention
-    return function.apply(q, k, v, options.sinks, Attention(shards, room, documents, chosen, options))
+    return function.apply(q, k, v, options.sinks, Attention(padding, documents, chosen, options))
 
 
 def shared_seed(seed, shards):
@@ -139,11 +133,9 @@ def shared_seed(seed, shards):
     return seed
 
 
-def seed_of_heads(seed, heads, cu_seqlens, q):
-    """flash_attention's dropout_seed, when it has the whole sequence and these query heads."""
-    num_samples = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    origins = [x for sample in range(num_samples) for x in (0, 0, heads.start, sample)]
-    return seed_with_origins(seed, *ints(seed.device, origins, dtype=torch.int64))
+def samples_of_whole(cu_seqlens, q):
+    """The Origins of the samples of flash_attention, when it has the whole sequence."""
+    return [Origin(0, 0, number) for number in range(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)]
 
 
 def lengths_of_whole(cu_seqlens, seqlen, q):
@@ -172,10 +164,8 @@ def check_shards(q, k, shards):
 
 
 def check_documents(cu_seqlens, seqlen, q, total):
-    """The Documents among the `total` rows of all ranks, without the empty ones.
-
-    TypeError for what is no dense int32 tensor or no int; ValueError for everything else, and for both together.
-    """
+    """The Documents among the `total` rows of all ranks, without the empty ones. TypeError unless cu_seqlens is a dense
+    int32 tensor and seqlen an int; ValueError for everything else, and for both together."""
     if cu_seqlens is None:
         return Document(0, check_seqlen(seqlen, total)),
     if seqlen is not None:
@@ -201,8 +191,7 @@ def needed_window(window, documents):
 
 
 def check_method(method, q, k, v, shards, slopes, window):
-    """The method that a caller's means; ValueError if it means none or the heads do not allow it, NotImplementedError
-    if it has no ALiBi."""
+    """The method to take; ValueError for an unknown name or unfit heads, NotImplementedError if it has no ALiBi."""
     check_choice("method", method, ("auto", *METHODS))
     heads, heads_k = q.shape[1], k.shape[1]
     divides = heads_k % shards.size == 0  # and so it divides H

@@ -2,7 +2,7 @@
 
 A sequence is padded to a multiple of its number of chunks and cut into chunks of one length. In the contiguous layout,
 rank r of P holds chunk r of P. In the zigzag layout it holds the chunks r and 2P - 1 - r of 2P: one early and one late,
-so that all ranks have the same work under a causal mask. Read next: pieces.py, which rows see which keys.
+so that all ranks have the same work under a causal mask. Read next: padding.py, for dropout; calls.py.
 """
 
 import functools
@@ -20,14 +20,14 @@ LAYOUTS = "zigzag", "contiguous"
 
 
 class Chunk(NamedTuple):
-    """The rows from begin to end of the sequence, which lie from row `local` on in a tensor."""
+    """Rows `begin` to `end` of the sequence, which lie from row `local` on in a tensor."""
 
     begin: int
     end: int
     local: int
 
     def local_slice(self, begin, end):
-        """Where the rows from begin to end of the sequence, which are in this chunk, lie in the tensor."""
+        """The slice of the tensor where rows `begin` to `end` of the sequence lie, which are in this chunk."""
         return slice(begin - self.begin + self.local, end - self.begin + self.local)
 
 
@@ -43,30 +43,32 @@ class Shards(NamedTuple):
     def chunks_per_rank(self):
         return 2 if self.layout == "zigzag" else 1
 
-    def chunks(self, rank, length):
-        """The Chunks of a rank, which has `length` rows of the sequence, in the order in which it holds them."""
-        return chunks_of(rank, self.size, self.chunks_per_rank, length)
+    def chunks(self, rank, num_rows):
+        """The Chunks of a rank, which has num_rows rows of the sequence, in the order in which it holds them."""
+        return chunks_of(rank, self.size, self.chunks_per_rank, num_rows)
 
-    def runs(self, rank, length):
+    def runs(self, rank, num_rows):
         """The Chunks of a rank, with adjacent ones merged. Only the last rank of "zigzag" has adjacent ones."""
-        return runs_of(rank, self.size, self.chunks_per_rank, length)
+        chunks = self.chunks(rank, num_rows)
+        if chunks[0].end == chunks[-1].begin:
+            return chunks[0]._replace(end=chunks[-1].end),
+        return chunks
 
     def of_rank(self, x, rank):
-        """x (P·T, ...), the whole sequence in order -> the rows of a rank, (chunks_per_rank, rows of one, ...), a view.
-        """
+        """The rows of a rank in x (P·T, ...), the sequence in order: a view (chunks_per_rank, rows of one, ...)."""
         chunks = x.unflatten(0, (self.size * self.chunks_per_rank, -1))
         last = chunks.shape[0] - 1 - rank if self.chunks_per_rank == 2 else rank
         return chunks[rank:last + 1:max(1, last - rank)]
 
     def in_order(self, x):
-        """x (P·T, ...), the rows of rank 0, then those of rank 1 and so on, in the order of the sequence."""
+        """x (P·T, ...), the rows of one rank after the other, in the order of the sequence."""
         if self.layout == "contiguous":
             return x
         early, late = x.unflatten(0, (self.size, 2, -1)).unbind(1)  # (P, T / 2, ...) each
         return torch.cat((early, late.flip(0))).flatten(0, 1)
 
     def by_rank(self, x):
-        """The reverse of in_order."""
+        """The inverse of in_order."""
         if self.layout == "contiguous":
             return x
         early, late = x.unflatten(0, (2, self.size, -1))
@@ -74,32 +76,22 @@ class Shards(NamedTuple):
 
 
 @functools.lru_cache
-def chunks_of(rank, size, chunks_per_rank, length):
-    """Shards.chunks."""
-    each = length // chunks_per_rank
+def chunks_of(rank, size, chunks_per_rank, num_rows):
+    each = num_rows // chunks_per_rank
     numbers = (rank, 2 * size - 1 - rank)[:chunks_per_rank]
     return tuple(Chunk(number * each, (number + 1) * each, i * each) for i, number in enumerate(numbers))
-
-
-@functools.lru_cache
-def runs_of(rank, size, chunks_per_rank, length):
-    """Shards.runs."""
-    first, *others = chunks_of(rank, size, chunks_per_rank, length)
-    if others and first.end == others[0].begin:
-        return first._replace(end=others[0].end),
-    return first, *others
 
 
 def shards_of(group, layout):
     """The Shards of a group, or of the default one if it is None.
 
     RuntimeError: torch.distributed is not initialised. TypeError: group is no process group. ValueError: this process
-    is not in it, or an unknown layout.
+    is not in the group, or the layout is unknown.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("context parallelism needs a process group: call torch.distributed.init_process_group first")
     group = dist.group.WORLD if group is None else group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to processes outside
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns it to processes outside
         raise ValueError("this process is not a member of the group")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {shown(group)}")
@@ -118,12 +110,12 @@ def shard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, lay
     """This rank's rows of x, which every rank has whole. Nothing is sent. Differentiable.
 
     Args:
-        x: of any shape and dtype.
+        x: any shape and dtype.
         group: the ranks among which x is split; the default process group if None.
         dim: the dimension of the sequence.
-        layout: "zigzag" or "contiguous", as of context_parallel_attention.
-        pad_value: of the rows after the end. A length that the ranks do not divide is rounded up to a multiple of 2P
-            ("zigzag") or P ("contiguous") rows.
+        layout: "zigzag" or "contiguous", as for context_parallel_attention.
+        pad_value: the value of rows after the end. A length that the ranks do not divide is rounded up to a multiple of
+            2P ("zigzag") or P ("contiguous") rows.
 
     Returns:
         x's shape but for dim: T rows, the same number on every rank.
@@ -135,26 +127,20 @@ def shard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, lay
     check_tensor("x", x)
     shards = shards_of(group, layout)
     rows = x.movedim(dim, 0)
-    total = padded_length(rows.shape[0], shards)
-    own = torch.cat([rows[chunk.begin:chunk.end] for chunk in shards.chunks(shards.rank, total // shards.size)])
-    missing = total // shards.size - own.shape[0]  # a chunk that lacks rows is a rank's last one, or the next is empty
+    each = -(-rows.shape[0] // (shards.size * shards.chunks_per_rank)) * shards.chunks_per_rank
+    own = torch.cat([rows[chunk.begin:chunk.end] for chunk in shards.chunks(shards.rank, each)])
+    missing = each - own.shape[0]  # a chunk that lacks rows is a rank's last one, or the next is empty
     return pad(own, (0, 0) * (x.ndim - 1) + (0, missing), value=pad_value).movedim(0, dim)
-
-
-def padded_length(seqlen, shards):
-    """seqlen, rounded up so that all chunks have one length."""
-    step = shards.size * shards.chunks_per_rank
-    return -(-seqlen // step) * step
 
 
 def unshard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, layout: str = "zigzag",
             seqlen: int | None = None) -> Tensor:
-    """The whole sequence on every rank, of which each rank gives its rows: the reverse of shard.
+    """The whole sequence on every rank, from the rows of each: the inverse of shard, an all-gather.
 
     Args:
         x: this rank's rows, of one shape and dtype on all ranks.
-        group, dim, layout: as of shard.
-        seqlen: how many rows there are without padding; all P·T if None.
+        group, dim, layout: as for shard.
+        seqlen: the number of rows without padding; all P·T if None.
 
     Returns:
         x's shape but for dim: seqlen rows.
@@ -193,22 +179,21 @@ def shard_positions(seqlen: int, group: "dist.ProcessGroup | None" = None, layou
     """The positions in the sequence of this rank's rows, for position embeddings: int64 (T,), 0 in the padding.
 
     Args:
-        seqlen: of the whole sequence.
-        group, layout: as of shard, and so are the errors.
+        seqlen: the length of the whole sequence.
+        group, layout: as for shard, and so are the errors.
 
-    They count from the start of the whole sequence. For positions in documents, shard those.
+    Positions count from the start of the whole sequence. For positions in documents, shard those.
     """
     return shard(torch.arange(seqlen, device=device), group, 0, layout)
 
 
 def shard_labels(tokens: Tensor, group: "dist.ProcessGroup | None" = None, layout: str = "zigzag",
                  ignore_index: int = -100) -> Tensor:
-    """The labels of this rank's rows in next-token prediction: the token after each of them, also where another rank
-    holds that.
+    """The labels of this rank's rows in next-token prediction: the token after each, also where another rank holds it.
 
     Args:
         tokens: (B, S), int64, the whole sequence.
-        group, layout: as of shard.
+        group, layout: as for shard.
         ignore_index: the label of the last token and of padding, which cross_entropy leaves out.
 
     Returns:
@@ -220,28 +205,6 @@ def shard_labels(tokens: Tensor, group: "dist.ProcessGroup | None" = None, layou
     check_tensor("tokens", tokens)
     check_tensor_of("tokens", tokens, tokens.device)
     return shard(pad(tokens[:, 1:], (0, 1), value=ignore_index), group, 1, layout, ignore_index)
-
-
-EXCHANGE_TAG = 1 << 20  # the first one of what exchange_chunks sends, far from those of a caller
-
-
-def exchange_chunks(everything, shards, number):
-    """Start sending this rank's chunks of everything (P·T, ...), the whole sequence in order, to all ranks, and to
-    receive theirs. wait() of each result ends it. Exchanges that are under way at once have numbers of their own.
-
-    Each rank sends its chunks to each other rank. So each chunk goes into another node as often as that has ranks,
-    where a collective could send it once. Between nodes method="auto" takes the ring, but not with alibi_slopes.
-    """
-    num_rows, operations = everything.shape[0] // shards.size, []
-    tag = EXCHANGE_TAG + number * shards.chunks_per_rank
-    own = [everything[run.begin:run.end] for run in shards.runs(shards.rank, num_rows)]
-    for distance in range(1, shards.size):  # all ranks do not send to the same one first
-        to, source = ((shards.rank + step) % shards.size for step in (distance, -distance))
-        operations += [dist.P2POp(dist.isend, x, group=shards.group, group_peer=to, tag=tag + i)
-                       for i, x in enumerate(own)]
-        operations += [dist.P2POp(dist.irecv, everything[run.begin:run.end], group=shards.group, group_peer=source,
-                                  tag=tag + i) for i, run in enumerate(shards.runs(source, num_rows))]
-    return dist.batch_isend_irecv(operations)
 
 
 # Collectives of one tensor; torch 2.13 has new names for two of them, and warns of the old ones.

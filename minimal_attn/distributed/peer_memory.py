@@ -1,10 +1,9 @@
-"""Memory of each rank that the others of its node read. Copy engines move data between GPUs. Multiprocessors only write
-a rank's own slot and run the barrier.
+"""Peer memory: memory of each rank that the others of its node read, by torch's symmetric memory.
 
-A rank writes what others need into a slot, which all ranks of the group can address (torch's symmetric memory). At a
-barrier it waits until all have done so, and then copies what it needs out of the slots of the others. The copy engines
-of the GPUs do that over NVLink, beside kernels that fill all multiprocessors, and to start a copy takes the host
-microseconds.
+A rank writes what others need into a slot, which all ranks of the group can address. At a barrier it waits until all
+have done so, and then copies what it needs out of the slots of the others. Copy engines do that over NVLink and overlap
+with kernels that fill all multiprocessors; multiprocessors only write a rank's own slot and run the barrier. To start a
+copy takes the host microseconds.
 
 There are two slots, which take turns. A rank reads a slot before it comes to the barrier of the next one, since all
 copies and barriers are on one stream. So when a rank has passed a barrier, all ranks have read the slot of the barrier
@@ -16,6 +15,7 @@ import math
 import os
 import socket
 import weakref
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -24,18 +24,18 @@ from ..options import warn
 from .layout import spans_nodes
 
 SLOT_STEP = 2 << 20  # bytes: pages of a GPU's memory
-DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)  # of groups that do not tell theirs; that of NCCL
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)  # for groups that do not tell theirs; NCCL's default
 
 
 class PeerMemory:
-    """Two slots of each rank of a group. It does not keep the group alive."""
+    """Two slots of each rank of a group. The group is not kept alive."""
 
     def __init__(self, group, device):
         self.group, self.group_name, self.device = weakref.ref(group), group.group_name, device
         options = getattr(group._get_backend(device), "options", None)
         self.timeout = getattr(options, "_timeout", DEFAULT_TIMEOUT)
         self.stream = torch.cuda.Stream(device, priority=-1)  # so that a barrier starts while kernels run
-        self.slot_bytes = self.number = 0  # of a slot; of barriers of slots so far
+        self.slot_bytes = self.number = 0  # size of a slot; number of barriers of slots so far
         self.memory = self.handle = self.passed = None  # the last one: the event after the latest barrier
 
     def slot(self, shape, dtype):
@@ -63,19 +63,22 @@ class PeerMemory:
                 self.barrier()
             torch.cuda.synchronize(self.device)  # all ranks have read the slots
         self.slot_bytes, self.memory, self.handle = 0, None, None  # the old ones go first
-        torch.cuda.empty_cache()  # symmetric memory is none of the caching allocator, which keeps what is free
+        torch.cuda.empty_cache()  # the caching allocator keeps what is free, and symmetric memory is none of its own
         wanted = -(-wanted // SLOT_STEP) * SLOT_STEP
-        memory = or_none(symmetric_memory.empty, 2 * wanted, dtype=torch.uint8, device=self.device)
+        memory = handle = None
+        with suppress(RuntimeError):
+            memory = symmetric_memory.empty(2 * wanted, dtype=torch.uint8, device=self.device)
         if not on_all_ranks(memory is not None, self.group(), self.device):  # before they wait for one another
             raise torch.OutOfMemoryError(f"a rank has no {2 * wanted} bytes for memory that its peers read; "
                                          "MINIMAL_ATTN_PEER_MEMORY=0 does without")
-        handle = or_none(symmetric_memory.rendezvous, memory, self.group_name)
+        with suppress(RuntimeError):
+            handle = symmetric_memory.rendezvous(memory, self.group_name)
         if not on_all_ranks(handle is not None, self.group(), self.device):
             raise RuntimeError("a rank cannot address the memory of its peers; MINIMAL_ATTN_PEER_MEMORY=0 does without")
         self.slot_bytes, self.memory, self.handle = wanted, memory, handle
 
     def barrier(self):
-        """Puts a barrier of all ranks on the stream of copies, which is the current one."""
+        """Put a barrier of all ranks on the stream of copies, which is the current one."""
         self.handle.barrier(timeout_ms=int(self.timeout.total_seconds() * 1000))
         self.passed = self.stream.record_event()
 
@@ -91,8 +94,8 @@ class Slot:
         return self.memory.handle.get_buffer(rank, self.shape, self.dtype, self.offset)
 
     def fetch(self, pairs):
-        """Start copying: (to, from what of_rank gives). The first time, all ranks wait for one another before that, so
-        that each has written its own tensor.
+        """Start copying pairs (to, view of a tensor of of_rank). The first time, a barrier comes before, so that each
+        rank has written its own tensor.
 
         wait() of the result lets the current stream wait for the copies. A caller does so before this memory serves
         anything else, also after an error. If a rank does not come, the time-out of the group ends this with an error
@@ -111,16 +114,11 @@ class Slot:
 
 
 class Peers:
-    """The memory of a group: for what is gathered, and for what is summed. Each has barriers of its own: some keys are
-    fetched after other gradients have been written."""
+    """The peer memory of a group: for keys that are gathered, and for gradients that are summed. Each has barriers of
+    its own: some keys are fetched after other gradients have been written."""
 
     def __init__(self, group, device):
         self.gathered, self.summed = (PeerMemory(group, device) for _ in range(2))
-
-    def open(self):
-        for memory in (self.gathered, self.summed):
-            memory.grow(1)
-            memory.slot((1,), torch.uint8).fetch(())  # some backends of symmetric memory have no barrier
 
 
 # {group: Peers or None}, and the ranks of the group that has had peer memory, if any.
@@ -156,19 +154,13 @@ def opened(group, device):
     RANKS[:] = [ranks]
     try:
         peers = Peers(group, device)
-        peers.open()
+        for memory in (peers.gathered, peers.summed):
+            memory.grow(1)
+            memory.slot((1,), torch.uint8).fetch(())  # some backends of symmetric memory have no barrier
     except (ImportError, AttributeError, RuntimeError) as error:
         warn(f"context parallelism sends messages, since there is no peer memory: {error}")
         peers = None
     return peers if on_all_ranks(peers is not None, group, device) else None
-
-
-def or_none(function, *args, **keywords):
-    """function(...), or None if it raises a RuntimeError."""
-    try:
-        return function(*args, **keywords)
-    except RuntimeError:
-        return None
 
 
 def on_all_ranks(condition, group, device):

@@ -1,21 +1,22 @@
 """Context parallelism by a ring: keys and values go round the ranks, and each rank attends to those it holds.
 
 Liu et al., Ring Attention, 2023. Beside its own keys, a rank has those that it attends to and those that arrive
-meanwhile. The parts of the result are merged by their lse. In the backward pass, dk and dv travel with the
-keys, one step behind, and each rank adds its part. After P steps they are home. Read next: ulysses.py, which divides
-the heads instead.
+meanwhile. The keys of one rank give a part of the result, and parts are merged by their lse. In the backward pass
+nothing is merged: dk and dv travel with the keys, one step behind, and each rank adds its part. After P steps they are
+home. Read next: ulysses.py, which divides the heads instead.
 """
 
 import math
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..checks import sum_dtype
-from .local import add_sinks, empty_lse, gradient_of_sinks
+from .calls import gradient_of_sinks
 
-KEYS, GRADIENTS = 0, 1  # tags of what is sent
+KEYS, GRADIENTS = 0, 1  # tags of messages
 
 
 class Transfer:
@@ -35,10 +36,10 @@ class Transfer:
         return self.received
 
 
-def turns(k, v, room):
-    """Yields (rank, its k, its v) for each rank whose keys come by, this rank first. k and v are as Room has them. The
+def turns(k, v, padding):
+    """Yields (rank, its k, its v) for each rank whose keys come by, this rank first. k and v are those of pad_keys. The
     keys of the next rank already travel meanwhile."""
-    kv, shards = room.with_next_keys(torch.cat((k, v), -1)), room.shards
+    kv, shards = padding.pad_keys(torch.cat((k, v), -1)), padding.shards
     for step in range(shards.size):
         transfer = Transfer(kv, shards, KEYS) if step + 1 < shards.size else None
         yield (shards.rank - step) % shards.size, *kv.split((k.shape[3], v.shape[3]), -1)
@@ -51,13 +52,14 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, attention):
-        without_sinks = attention._replace(options=attention.options._replace(sinks=None))
-        rows = attention.room.extended(q)
+        without_sinks, padding = attention._replace(options=attention.options._replace(sinks=None)), attention.padding
+        rows = padding.pad_rows(q)
         out = torch.zeros(*rows.shape[:3], v.shape[3], dtype=sum_dtype(q.dtype), device=q.device)
-        lse = empty_lse(rows)
-        for source, k_part, v_part in turns(k, v, attention.room):
-            without_sinks.attend_part(rows, k_part, v_part, source, out, lse)
-        out, lse = map(attention.room.own, (out, lse))
+        lse = torch.full(rows.shape[:3], -math.inf, dtype=out.dtype, device=q.device)  # no row has seen a key yet
+        for source, k_part, v_part in turns(k, v, padding):
+            for call in without_sinks.calls(rows, k_part.shape[2], source, share_keys=True):
+                merge(out[:, :, call.rows], lse[:, :, call.rows], *without_sinks.forward(call, rows, k_part, v_part))
+        out, lse = map(padding.unpad_rows, (out, lse))
         if sinks is not None:
             add_sinks(out, lse, sinks)
         out = out.to(q.dtype)
@@ -69,16 +71,35 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        attention, room = ctx.attention, ctx.attention.room
-        rows = *map(room.extended, (dout, q, out)), room.extended(lse, -math.inf)
+        attention, padding = ctx.attention, ctx.attention.padding
+        rows = *map(padding.pad_rows, (dout, q, out)), padding.pad_rows(lse, -math.inf)
         dq = torch.zeros(rows[1].shape, dtype=lse.dtype, device=q.device)
         head_dims, arriving = (k.shape[3], v.shape[3]), None
-        for source, k_part, v_part in turns(k, v, room):
+        for source, k_part, v_part in turns(k, v, padding):
             dkv = torch.zeros(*k_part.shape[:3], sum(head_dims), dtype=lse.dtype, device=k.device)
-            attention.add_gradients(*rows, k_part, v_part, source, dq, *dkv.split(head_dims, -1))
+            for call in attention.calls(rows[1], k_part.shape[2], source, share_keys=False):
+                parts = attention.backward(call, *rows, k_part, v_part)
+                for total, run, part in zip((dq, *dkv.split(head_dims, -1)), (call.rows, call.keys, call.keys), parts):
+                    total[:, :, run].add_(part)
             if arriving:
                 dkv += arriving.wait()
-            arriving = Transfer(dkv, room.shards, GRADIENTS)
-        dk, dv = (x.to(k.dtype) for x in room.with_gradients_at_home(arriving.wait()).split(head_dims, -1))
+            arriving = Transfer(dkv, padding.shards, GRADIENTS)
+        dk, dv = (x.to(k.dtype) for x in padding.unpad_key_gradients(arriving.wait()).split(head_dims, -1))
         dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
-        return room.own(dq).to(q.dtype), dk, dv, dsinks, None
+        return padding.unpad_rows(dq).to(q.dtype), dk, dv, dsinks, None
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add the keys of a part to the result: out (B, H, S, D) and lse (B, H, S) become those of all keys, in place."""
+    total = torch.logaddexp(lse, part_lse)
+    finite = total.masked_fill(total == -math.inf, 0)  # rows that have seen no key yet: exp(-inf - 0) is 0, not NaN
+    out.mul_((lse - finite).exp_()[..., None]).add_(part * (part_lse - finite).exp_()[..., None])
+    lse.copy_(total)
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Give sinks (H,) their share of the softmax, in place: a part with this lse and without values. A row of padding,
+    which has seen no key, stays as it is."""
+    total = torch.logaddexp(lse, sinks[:, None]).masked_fill_(lse == -math.inf, -math.inf)
+    out.mul_((lse - total.masked_fill(total == -math.inf, 0)).exp_()[..., None])
+    lse.copy_(total)

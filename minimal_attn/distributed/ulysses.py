@@ -1,7 +1,7 @@
-"""Context parallelism by heads: every rank gets all rows of some heads, attends, and gives the results back.
+"""Context parallelism by heads (Ulysses): every rank gets all rows of some heads, attends, and gives the results back.
 
 Jacobs et al., DeepSpeed Ulysses, 2023. An all-to-all before the call turns a share of the sequence into a share of the
-heads, and one after it does the reverse. Between them runs flash_attention of the whole sequence. Read next:
+heads, and one after it does the inverse. Between them runs flash_attention of the whole sequence. Read next:
 ../modules.py, which uses all this.
 """
 
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 
 def own_heads(q, shards):
-    """The query heads that this rank computes, a slice."""
+    """The slice of query heads that this rank computes."""
     each = q.shape[1] // shards.size
     return slice(shards.rank * each, (shards.rank + 1) * each)
 
@@ -19,23 +19,23 @@ def own_heads(q, shards):
 def rows_to_heads(x, shards):
     """(B, H, T, D), this rank's rows of all heads -> (B, H / P, P·T, D), the whole sequence of this rank's heads."""
     by_rank = x.unflatten(1, (shards.size, -1)).permute(1, 3, 0, 2, 4).contiguous()  # (P, T, B, H / P, D)
-    return shards.in_order(exchanged(by_rank, shards).flatten(0, 1)).permute(1, 2, 0, 3)
+    return shards.in_order(all_to_all(by_rank, shards).flatten(0, 1)).permute(1, 2, 0, 3)
 
 
 def heads_to_rows(x, shards):
-    """The reverse of rows_to_heads."""
+    """The inverse of rows_to_heads."""
     by_rank = shards.by_rank(x.permute(2, 0, 1, 3)).contiguous().unflatten(0, (shards.size, -1))
-    return exchanged(by_rank, shards).permute(2, 0, 3, 1, 4).flatten(1, 2)  # of (P, T, B, H / P, D)
+    return all_to_all(by_rank, shards).permute(2, 0, 3, 1, 4).flatten(1, 2)  # of (P, T, B, H / P, D)
 
 
-def exchanged(x, shards):
+def all_to_all(x, shards):
     """x (P, ...): x[r] goes to rank r, and the result[r] comes from it."""
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=shards.group)
     return received
 
 
-class Exchange(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """The differentiable form of there(x, shards), which is rows_to_heads or heads_to_rows. back is the other of the
     two: the transpose of `there`, and its inverse."""
 
@@ -54,5 +54,5 @@ def ulysses_attention(attend, q, k, v, shards):
     """out of this rank's rows, by attend(q, k, v) -> out of the whole sequence and this rank's heads."""
     if shards.size == 1:
         return attend(q, k, v)
-    out = attend(*(Exchange.apply(x, shards, rows_to_heads, heads_to_rows) for x in (q, k, v)))
-    return Exchange.apply(out, shards, heads_to_rows, rows_to_heads)
+    out = attend(*(AllToAll.apply(x, shards, rows_to_heads, heads_to_rows) for x in (q, k, v)))
+    return AllToAll.apply(out, shards, heads_to_rows, rows_to_heads)

@@ -310,20 +310,18 @@ def _with_padding(mask, keys, is_fixed):
 
     A layer with lengths leaves out the padding. In a causal mask, rows in the padding are then 0.
     """
-    if is_fixed or not can_read(keys):
-        return dataclasses.replace(mask, keys=keys)
-    # Whether all are valid, and whether padding comes last in each sample.
-    is_full, is_last = torch.stack((keys.all(), (keys[:, 1:] <= keys[:, :-1]).all())).tolist()
-    if is_full:
-        return mask
-    if not is_last or mask.seqused_k is not None:
-        return dataclasses.replace(mask, keys=keys)
-    lengths = keys.sum(1, dtype=torch.int32)
-    if mask.causal and mask.num_keys == mask.q_length:
-        return dataclasses.replace(mask, seqused_q=lengths, seqused_k=lengths)
-    # Rows need not be those of the keys, as in cross-attention, and a window depends on both lengths.
-    if not mask.causal and mask.window == NO_WINDOW:
-        return dataclasses.replace(mask, seqused_k=lengths)
+    if not is_fixed and can_read(keys):
+        # Whether all are valid, and whether padding comes last in each sample.
+        is_full, is_last = torch.stack((keys.all(), (keys[:, 1:] <= keys[:, :-1]).all())).tolist()
+        if is_full:
+            return mask
+        if is_last and mask.seqused_k is None:
+            lengths = keys.sum(1, dtype=torch.int32)
+            if mask.causal and mask.num_keys == mask.q_length:
+                return dataclasses.replace(mask, seqused_q=lengths, seqused_k=lengths)
+            # Rows need not be those of the keys, as in cross-attention, and a window depends on both lengths.
+            if not mask.causal and mask.window == NO_WINDOW:
+                return dataclasses.replace(mask, seqused_k=lengths)
     return dataclasses.replace(mask, keys=keys)
 
 

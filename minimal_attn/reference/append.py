@@ -11,7 +11,7 @@ from ..checks import (OWN, can_read, check_alike, check_head_dim, check_number, 
                       is_eager, is_known, same_sizes, shapes_of, sum_dtype)
 from ..options import Append, Cache, Lengths, schema_of
 from .packed import begins_and_lengths, places_of_rows
-from .pages import capacity_of, check_fit, check_rows, check_sequences
+from .pages import capacity_of, check_fit, check_rows, check_sequences, place_in_cache
 
 ROTARY_STEP = 16  # rotary_dim is a multiple of it, as in flash-attn
 
@@ -192,11 +192,8 @@ def _places(k_cache, sample, row, is_padding, append):
     lengths = (seqused + num_new).clamp(0, capacity).int()
     place = seqused[sample] + row
     is_valid = ~is_padding & (place < capacity)
-    place = place.clamp(max=max(0, capacity - 1))
-    if append.page_table is not None and capacity:
-        return append.page_table.long()[sample, place // size], place % size, is_valid, lengths
-    sequence = sample if append.batch_idx is None else append.batch_idx.long()[sample]
-    return sequence, place, is_valid, lengths
+    cache = append if capacity else append._replace(page_table=None)
+    return *place_in_cache(sample, place.clamp(max=max(0, capacity - 1)), cache, size), is_valid, lengths
 
 
 def _rotated(x, position, append):

@@ -52,15 +52,8 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     Args:
         q: (B, H, Sq, D) or (B·H, Sq, D), float32, float16, bfloat16 or float64.
         k, v: (B, Hk, Sk, D), H a multiple of Hk, or (B·H, Sk, D).
-        causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
-        sm_scale: factor of the scores, 1/sqrt(D) if None.
-        seq_lens: valid length of each sample; needs Sq == Sk.
-        dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p).
-        dropout_seed: int64, on q's device: decides which (dropout.py); drawn by torch if None. As flash_attention.
-        return_lse: also return each row's log-sum-exp.
-        window_size, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, softcap, alibi_slopes, attn_bias: as
-            flash_attention.
         max_seqlen_q, max_seqlen_k: checked, but not used.
+        All others: as for flash_attention. dropout.py says which probabilities dropout_seed drops.
 
     Returns:
         out, of q's shape, with v's head_dim, and q's dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or

@@ -1,9 +1,9 @@
 """Dropout that anyone can compute again: which probabilities survive, as a pure function of a seed and a position.
 
 keep_mask numbers the elements of (B, H, Sq, Sk) and asks Philox-4x32-7, a random number generator without state, for
-their words. No tile size, no order of threads and no other call has a say in it, so a kernel that forms one tile at a
-time, forward or backward, drops what definition.py drops. Nor does it matter which part of the elements a call has, if
-it is told where they begin: seed_with_origins. Read next: ../_build.py, which compiles csrc.
+their words. The result depends on no tile size, order of threads or other call, so a kernel that forms one tile at a
+time, forward or backward, drops what definition.py drops. A call that has a part of the elements is told where they
+begin: seed_with_origins. Read next: ../_build.py, which compiles csrc.
 """
 
 import torch

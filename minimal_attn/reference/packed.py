@@ -115,19 +115,19 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
         max_seqlen_k = total if longest is None else longest
     if longest is not None and max_seqlen_k < longest:
         raise ValueError(f"max_seqlen_k must be at least the largest of seqused_k, {longest}, got {max_seqlen_k}")
-    room = larger(smaller(max_seqlen_k, total), 1)
-    seqlen_own = seqlen.clamp(max=room)
+    capacity = larger(smaller(max_seqlen_k, total), 1)
+    seqlen_own = seqlen.clamp(max=capacity)
     ends = seqlen_own.cumsum(0)
-    row = torch.arange(batch_size * room, device=k.device)
+    row = torch.arange(batch_size * capacity, device=k.device)
     sample = torch.searchsorted(ends, row, right=True).clamp(max=batch_size - 1)
     own_begin = ends - seqlen_own
     # Rows after the last sample are copies of any keys: no row of q sees them, and their gradients are 0.
     rows = torch.where(row < ends[-1], begin[sample] + row - own_begin[sample], row % total)
     bounds = pad(ends, (1, 0)).int()
     k, v = _take_rows(k, rows), _take_rows(v, rows)
-    if longest is None and not is_known(room >= total):
+    if longest is None and not is_known(capacity >= total):
         # By a factor, which gradients have too: masked_fill would make theirs 0.
-        factor = k.new_ones(batch_size).masked_fill(seqlen > room, float("nan"))[sample, None]
+        factor = k.new_ones(batch_size).masked_fill(seqlen > capacity, float("nan"))[sample, None]
         k, v = k * factor, v * factor
     return k, v, lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
 
@@ -153,40 +153,27 @@ def _add_rows(parts: Tensor, rows: Tensor, total: int) -> Tensor:
     return sums.to(parts.dtype)
 
 
-@_take_rows.register_fake
-def _(x, rows):
-    return x.new_empty(*x.shape[:2], rows.shape[0], x.shape[3])
-
-
-@_add_rows.register_fake
-def _(parts, rows, total):
-    return parts.new_empty(total, *parts.shape[1:])
+_take_rows.register_fake(lambda x, rows: x.new_empty(*x.shape[:2], rows.shape[0], x.shape[3]))
+_add_rows.register_fake(lambda parts, rows, total: parts.new_empty(total, *parts.shape[1:]))
 
 
 def _save_rows(ctx, inputs, output):
-    x, rows = inputs
+    x, rows, *_ = inputs
     ctx.save_for_backward(rows)
-    ctx.total = x.shape[2]
+    ctx.total = x.shape[2]  # of _take_rows
 
 
 def _take_rows_backward(ctx, dout):
-    rows, = ctx.saved_tensors
-    return _add_rows(dout[0].transpose(0, 1), rows, ctx.total).transpose(0, 1)[None], None
-
-
-def _save_added_rows(ctx, inputs, output):
-    _, rows, _ = inputs
-    ctx.save_for_backward(rows)
+    return _add_rows(dout[0].transpose(0, 1), ctx.saved_tensors[0], ctx.total).transpose(0, 1)[None], None
 
 
 def _add_rows_backward(ctx, dsums):
-    rows, = ctx.saved_tensors
-    return _take_rows(dsums.transpose(0, 1)[None], rows)[0].transpose(0, 1), None, None
+    return _take_rows(dsums.transpose(0, 1)[None], ctx.saved_tensors[0])[0].transpose(0, 1), None, None
 
 
 _take_rows.register_autograd(_take_rows_backward, setup_context=_save_rows)
 # For second derivatives, which then reach a kernel, whose error says that it has none.
-_add_rows.register_autograd(_add_rows_backward, setup_context=_save_added_rows)
+_add_rows.register_autograd(_add_rows_backward, setup_context=_save_rows)
 
 
 def begins_and_lengths(cu_seqlens, total):

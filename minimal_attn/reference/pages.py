@@ -92,6 +92,13 @@ def with_own_rows(cache):
     return cache._replace(page_table=table, batch_idx=None)
 
 
+def place_in_cache(sample, key, cache, size):
+    """(sequence, place in it) of the keys of samples, in a cache of sequences or pages of `size` keys."""
+    if cache.page_table is not None:
+        return cache.page_table.long()[sample, key // size], key % size
+    return sample if cache.batch_idx is None else cache.batch_idx.long()[sample], key
+
+
 def over_gathered(forward):
     """A Backend's forward_cached, by its forward on copies of what the samples use."""
 
@@ -109,7 +116,6 @@ def gathered(q, k, v, lengths, cache):
     kernels clamp them.
     """
     num_sequences, nheads_k, size, _ = k.shape
-    is_paged, is_packed = cache.page_table is not None, lengths.is_packed
     batch_size, capacity = lengths.num_samples(q), capacity_of(k, cache)
     key = torch.arange(capacity, device=k.device).expand(batch_size, -1)
     seqused = key.new_full((batch_size,), capacity) if lengths.seqused_k is None else lengths.seqused_k.long()
@@ -118,18 +124,12 @@ def gathered(q, k, v, lengths, cache):
         leftpad = cache.leftpad_k.long()[:, None].clamp(min=0)
         key, seqused = key + leftpad, (seqused - leftpad).clamp(min=0)
     if not is_known(num_sequences == 0):
-        key = key.clamp(max=capacity - 1)
-        if is_paged:
-            sequence = cache.page_table.long().gather(1, key // size)
-        elif cache.batch_idx is not None:
-            sequence = cache.batch_idx.long()[:, None]
-        else:
-            sequence = torch.arange(batch_size, device=k.device)[:, None]
-        place = sequence.clamp(0, num_sequences - 1), slice(None), key % size if is_paged else key
-        k, v = (x[place].transpose(1, 2) for x in (k, v))
+        sample = torch.arange(batch_size, device=k.device)[:, None]
+        sequence, place = place_in_cache(sample, key.clamp(max=capacity - 1), cache, size)
+        k, v = (x[sequence.clamp(0, num_sequences - 1), :, place].transpose(1, 2) for x in (k, v))
     else:
         k, v = (x.new_zeros(batch_size, nheads_k, capacity, x.shape[-1]) for x in (k, v))
-    if not is_packed:
+    if not lengths.is_packed:
         return k, v, lengths._replace(seqused_k=seqused[:, 0].int())
     begin = torch.arange(batch_size + 1, dtype=torch.int32, device=k.device) * capacity
     k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (k, v))

@@ -20,7 +20,7 @@ from torch.nn.attention import (activate_flash_attention_impl, current_flash_att
                                 register_flash_attention_impl, restore_flash_attention_impl)
 
 from .. import _build
-from .aten import OPS
+from .aten import OPS, Unserved
 
 NAME = "minimal_attn"  # in torch's registry
 
@@ -111,8 +111,9 @@ class _Overrides:
 
 def _or_original(serve, original, keys):
     def kernel(*args, **kwargs):
-        result = serve(*args, **kwargs)
-        return original.call_boxed(keys, *args, **kwargs) if result is None else result
+        with contextlib.suppress(Unserved):
+            return serve(*args, **kwargs)
+        return original.call_boxed(keys, *args, **kwargs)
 
     return kernel
 

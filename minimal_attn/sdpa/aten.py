@@ -2,8 +2,8 @@
 
 scaled_dot_product_attention, varlen_attn and nested tensors choose one of these ops, and autograd and torch.compile
 know the derivatives and the shapes of all of them. Each function here has the signature of an op and returns what the
-op's CUDA kernel returns, in the same shapes, strides and dtypes. It returns None for a call that it does not serve: the
-caller then gives the call to torch's own kernel.
+op's CUDA kernel returns, in the same shapes, strides and dtypes. It raises Unserved for a call that it does not serve:
+the caller then gives the call to torch's own kernel.
 
     op                           q, k, v                     causal mask    lse                          out
     sdpa_flash                   (B, H, S, D)                bottom right   (B, H, Sq)                   strides of q
@@ -33,35 +33,38 @@ CAUSAL = -1, 0
 NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
 
 
+class Unserved(Exception):
+    """The call stays with torch's kernel."""
+
+
+def _leave_if(*conditions):
+    if any(conditions):
+        raise Unserved
+
+
 def _attend(q, k, v, scale, window, bias=None, lengths=NO_LENGTHS):
-    """(out, lse) of q (B, H, Sq, D), or None where csrc refuses the call."""
-    if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
-        return None
+    """(out, lse) of q (B, H, Sq, D)."""
+    _leave_if(q.dtype not in HALVES, not q.dtype == k.dtype == v.dtype)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     try:
         out, lse, slow_because = _build.load().flash_forward(q, k, v, *lengths, None, None, bias, scale, 0.0, *window,
                                                              0.0, None, False)
     except ValueError:  # from the checks before the launch: of shapes, strides, head_dims, devices, the scale
-        return None
+        raise Unserved from None
     if slow_because:
         _warn_slow(slow_because)
     return out, lse
 
 
 def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LENGTHS, needed=(True, True, True, False)):
-    """(dq, dk, dv, dbias), with None for each that is not needed. None where csrc refuses the call. out and lse may
-    come from torch's own forward pass.
+    """[dq, dk, dv, dbias], with None for each that is not needed. out and lse may come from torch's own forward pass.
 
     torch saves no lse where q, k and v require no grad, though the bias may, and neither do graphs of torch.export.
     """
-    if dout is None or q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
-        return None
+    _leave_if(dout is None, q.dtype not in HALVES, not q.dtype == k.dtype == v.dtype)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if lse is None or lse.shape[2] < q.shape[2]:
-        result = _attend(q, k, v, scale, window, bias, lengths)
-        if result is None:
-            return None
-        lse = result[1]
+        _, lse = _attend(q, k, v, scale, window, bias, lengths)
     deterministic = torch.are_deterministic_algorithms_enabled()
     run = torch.ops.minimal_attn.flash_backward.default
     try:
@@ -69,8 +72,8 @@ def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LEN
                                    *window, 0.0, None, deterministic, needed[0], needed[1] or needed[2], False,
                                    needed[3])
     except ValueError:  # as in _attend
-        return None
-    return tuple(x if is_needed else None for x, is_needed in zip((dq, dk, dv, dbias), needed))
+        raise Unserved from None
+    return [x if is_needed else None for x, is_needed in zip((dq, dk, dv, dbias), needed)]
 
 
 # The ops return these tensors for the dropout of their backward pass. Nothing reads them where there is no dropout.
@@ -85,60 +88,47 @@ def _rng(x):
 # flash.
 
 def sdpa_flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    if dropout_p or return_debug_mask or value.shape[-1] != query.shape[-1]:
-        return None
-    result = _attend(query, key, value, scale, CAUSAL if is_causal else NO_WINDOW)
-    if result is None:
-        return None
-    return *result, None, None, query.shape[2], key.shape[2], *_flash_rng(query), query.new_empty(0)
+    _leave_if(dropout_p, return_debug_mask, value.shape[-1] != query.shape[-1])
+    out, lse = _attend(query, key, value, scale, CAUSAL if is_causal else NO_WINDOW)
+    return out, lse, None, None, query.shape[2], key.shape[2], *_flash_rng(query), query.new_empty(0)
 
 
 def sdpa_flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
                         is_causal, philox_seed, philox_offset, *, scale=None):
-    if dropout_p or cum_seq_q is not None:
-        return None
-    gradients = _gradients(grad_out, query, key, value, out, logsumexp, scale, CAUSAL if is_causal else NO_WINDOW)
-    return gradients and gradients[:3]
+    _leave_if(dropout_p, cum_seq_q is not None)
+    window = CAUSAL if is_causal else NO_WINDOW
+    return tuple(_gradients(grad_out, query, key, value, out, logsumexp, scale, window)[:3])
 
 
 def flash(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
           window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
           num_splits=None, **of_later_versions):
     # num_splits is advice: the bits of our results depend on no split and, in a packed batch, on no other sample.
-    if dropout_p or return_debug_mask or value.shape[-1] != query.shape[-1]:
-        return None
-    if not all(x is None for x in (alibi_slopes, block_table, *of_later_versions.values())):
-        return None
+    _leave_if(dropout_p, return_debug_mask, value.shape[-1] != query.shape[-1],
+              *(x is not None for x in (alibi_slopes, block_table, *of_later_versions.values())))
     heads_first, rows_first, lengths = _layout(query, cum_seq_q, cum_seq_k, seqused_k)
-    if heads_first is None:
-        return None
     window = _window(window_size_left, window_size_right, is_causal)
-    result = _attend(*map(heads_first, (query, key, value)), scale, window, lengths=lengths)
-    if result is None:
-        return None
-    out, lse = result
+    out, lse = _attend(*map(heads_first, (query, key, value)), scale, window, lengths=lengths)
     lse = lse if cum_seq_q is None else lse.squeeze(0)
     return rows_first(out), lse, *_flash_rng(query), query.new_empty(0)
 
 
 def flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
                    is_causal, rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None):
+    _leave_if(dropout_p, grad_out is None)
     heads_first, rows_first, lengths = _layout(query, cum_seq_q, cum_seq_k)
-    if dropout_p or grad_out is None or heads_first is None:
-        return None
     lse = logsumexp if cum_seq_q is None else logsumexp.unsqueeze(0)
     gradients = _gradients(*map(heads_first, (grad_out, query, key, value, out)), lse, scale,
                            _window(window_size_left, window_size_right, is_causal), lengths=lengths)
-    return gradients and tuple(map(rows_first, gradients[:3]))
+    return tuple(map(rows_first, gradients[:3]))
 
 
 def _layout(query, cum_seq_q, cum_seq_k, seqused_k=None):
-    """(heads_first, rows_first, lengths): views from the op's layout to (B, H, S, D) and back; Nones for others."""
+    """(heads_first, rows_first, lengths): views from the op's layout to (B, H, S, D) and back."""
     if cum_seq_q is None and cum_seq_k is None and seqused_k is None and query.ndim == 4:
         return _swapped, _swapped, NO_LENGTHS
-    if cum_seq_q is not None and cum_seq_k is not None and query.ndim == 3:
-        return _as_batch, _as_packed, (cum_seq_q, cum_seq_k, None, seqused_k)
-    return None, None, None
+    _leave_if(cum_seq_q is None, cum_seq_k is None, query.ndim != 3)
+    return _as_batch, _as_packed, (cum_seq_q, cum_seq_k, None, seqused_k)
 
 
 def _swapped(x):
@@ -161,13 +151,9 @@ def _window(left, right, is_causal):
 
 def sdpa_cudnn(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
                return_debug_mask=False, *, scale=None):
-    bias = _cudnn_bias(attn_bias)
-    if dropout_p or return_debug_mask or _is_refused(attn_bias, bias, query, is_causal):
-        return None
-    result = _attend(*_top_left(query, key, value, is_causal, scale), bias)
-    if result is None:
-        return None
-    out, lse = result
+    _leave_if(dropout_p, return_debug_mask)
+    bias = _cudnn_bias(attn_bias, query, is_causal)
+    out, lse = _attend(*_top_left(query, key, value, is_causal, scale), bias)
     lengths = None, None, query.shape[2], key.shape[2]
     if not compute_log_sumexp:  # nothing wants gradients: nothing is saved
         return out, None, *lengths, None, None, None
@@ -176,29 +162,23 @@ def sdpa_cudnn(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, 
 
 def sdpa_cudnn_backward(grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q,
                         cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None):
-    bias = _cudnn_bias(attn_bias)
-    if dropout_p or cum_seq_q is not None or _is_refused(attn_bias, bias, query, is_causal):
-        return None
+    _leave_if(dropout_p, cum_seq_q is not None)
+    bias = _cudnn_bias(attn_bias, query, is_causal)
     lse = logsumexp.squeeze(-1) if logsumexp is not None and logsumexp.ndim == 4 else logsumexp
     q, k, v, *options = _top_left(query, key, value, is_causal, scale)
-    gradients = _gradients(grad_out, q, k, v, out, lse, *options, bias)
-    if gradients is None:
-        return None
-    dq, dk, dv, _ = gradients
+    dq, dk, dv, _ = _gradients(grad_out, q, k, v, out, lse, *options, bias)
     return dq, _with_all_keys(dk, key), _with_all_keys(dv, value)
 
 
-def _cudnn_bias(attn_bias):
-    """attn_bias, (Sq, Sk), (1, Sq, Sk) or (B, 1 or H, Sq, Sk), as a view of four dimensions; None for all others."""
-    if attn_bias is None or attn_bias.ndim not in (2, 3, 4) or attn_bias.ndim == 3 and attn_bias.shape[0] != 1:
+def _cudnn_bias(attn_bias, query, is_causal):
+    """attn_bias, (Sq, Sk), (1, Sq, Sk) or (B, 1 or H, Sq, Sk), as a view of four dimensions, or None. A bias together
+    with is_causal stays with torch: scaled_dot_product_attention never gives both."""
+    _leave_if(query.ndim != 4)
+    if attn_bias is None:
         return None
+    _leave_if(is_causal, not _is_taken(attn_bias, query), attn_bias.ndim not in (2, 3, 4),
+              attn_bias.ndim == 3 and attn_bias.shape[0] != 1)
     return attn_bias[(None,) * (4 - attn_bias.ndim)]
-
-
-def _is_refused(attn_bias, bias, query, is_causal):
-    """Whether query is not 4D, or the bias is not served. A bias together with is_causal is not:
-    scaled_dot_product_attention never gives both."""
-    return query.ndim != 4 or attn_bias is not None and (bias is None or is_causal or not _is_taken(bias, query))
 
 
 def _is_taken(bias, query):
@@ -212,9 +192,7 @@ def _top_left(q, k, v, is_causal, scale):
     if not is_causal:
         return q, k, v, scale, NO_WINDOW
     rows, keys = q.shape[2], k.shape[2]
-    if keys > rows:
-        return q, k[:, :, :rows], v[:, :, :rows], scale, CAUSAL
-    return q, k, v, scale, (-1, rows - keys)
+    return q, k[:, :, :rows], v[:, :, :rows], scale, (-1, max(0, rows - keys))
 
 
 def _with_all_keys(gradient, x):
@@ -229,12 +207,8 @@ def _with_all_keys(gradient, x):
 # Memory-efficient attention.
 
 def sdpa_efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
-    if dropout_p or not _is_efficient(query, key, attn_bias, is_causal):
-        return None
-    result = _attend(*_top_left(query, key, value, is_causal, scale), attn_bias)
-    if result is None:
-        return None
-    out, lse = result
+    _check_efficient(query, key, attn_bias, dropout_p, is_causal)
+    out, lse = _attend(*_top_left(query, key, value, is_causal, scale), attn_bias)
     if not compute_log_sumexp:  # q, k and v want no gradients, but the bias may: then tensors are saved
         rng = (None, None) if attn_bias is None else _rng(query)
         return _rows_before_heads(out), lse.new_empty(*lse.shape[:2], 0), *rng
@@ -245,25 +219,21 @@ def sdpa_efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0
 
 def sdpa_efficient_backward(grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset,
                             dropout_p, grad_input_mask, is_causal=False, *, scale=None):
-    if dropout_p or not _is_efficient(query, key, attn_bias, is_causal):
-        return None
+    _check_efficient(query, key, attn_bias, dropout_p, is_causal)
     q, k, v, *options = _top_left(query, key, value, is_causal, scale)
     needed = *grad_input_mask[:3], attn_bias is not None and grad_input_mask[3]
-    gradients = _gradients(grad_out_, q, k, v, out, logsumexp[:, :, :query.shape[2]], *options, attn_bias,
-                           needed=needed)
-    if gradients is None:
-        return None
-    dq, dk, dv, dbias = gradients
+    dq, dk, dv, dbias = _gradients(grad_out_, q, k, v, out, logsumexp[:, :, :query.shape[2]], *options, attn_bias,
+                                   needed=needed)
     dk, dv = _with_all_keys(dk, key), _with_all_keys(dv, value)
     return *map(_rows_before_heads, (dq, dk, dv)), _with_aligned_rows(dbias)
 
 
-def _is_efficient(query, key, attn_bias, is_causal):
-    """Whether we serve the call: heads that torch's kernel takes, a bias that ours takes, and a GPU on which ours has
-    tensor cores."""
-    if query.ndim != 4 or key.shape[1] != query.shape[1] or query.is_cuda and not _is_ampere(query.device):
-        return False
-    return attn_bias is None or attn_bias.ndim == 4 and not is_causal and _is_taken(attn_bias, query)
+def _check_efficient(query, key, attn_bias, dropout_p, is_causal):
+    """Unserved unless heads are those of torch's kernel, our kernels take the bias, and they have tensor cores here."""
+    _leave_if(dropout_p, query.ndim != 4, key.shape[1] != query.shape[1])
+    _leave_if(query.is_cuda and not _is_ampere(query.device))
+    if attn_bias is not None:
+        _leave_if(attn_bias.ndim != 4, is_causal, not _is_taken(attn_bias, query))
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from cases import FP32_TOLERANCE, SEED, slow_unless
 from minimal_attn import FlashMHA, flash_attention
 from minimal_attn.attention import BACKENDS
 from minimal_attn.bench.context_parallel import judge
-from minimal_attn.distributed import all_gather, context_parallel_attention, local, shard, shard_labels, unshard
+from minimal_attn.distributed import all_gather, calls, context_parallel_attention, shard, shard_labels, unshard
 from minimal_attn.reference import reference_attention
 from minimal_attn.toolkit.validation import allowed_error
 from test_lengths import TOLERANCE
@@ -89,6 +89,17 @@ FEATURES = [
     Case("sinks_padded", S=41, sinks=True),
     Case("softcap", softcap=2.0, causal=True),
     Case("Dv", Dv=8, causal=True),
+]
+# Chunks that begin at a multiple of 16 rows, or not, and documents that begin anywhere in them.
+ODD_CHUNKS = [
+    Case("documents_over_chunks", bounds=(0, 3, 40, 93), S=96, causal=True),
+    Case("documents_of_one", bounds=(0, 1, 2, 3, 8, 19, 20), S=24),
+    Case("chunks_of_16", S=64, B=2, causal=True),
+    Case("documents_in_chunks_of_16", S=64, bounds=(0, 16, 33, 64), window=(20, -1)),
+    Case("one_of_three", size=3, H=6, Hk=3, S=50, causal=True, sinks=True, bounds=(0, 21, 22, 50)),
+    Case("one_of_four", size=4, H=8, Hk=4, S=75, B=2),
+    Case("alone", size=1, S=21, bounds=(0, 5, 21)),
+    Case("four_documents", size=4, H=4, Hk=4, S=100, causal=True, bounds=(0, 7, 40, 40, 99)),
 ]
 
 
@@ -168,26 +179,15 @@ def in_turn(cases, first=0, **options):
     return [dataclasses.replace(case, layout=LAYOUTS[(i + first) % 2], **options) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_results_are_those_of_one_process(four, method):
-    check(four, in_turn(FEATURES, METHODS.index(method), method=method))
-
-
 def of_methods(case, methods=METHODS, layouts=LAYOUTS):
     return [dataclasses.replace(case, method=method, layout=layout) for method in methods for layout in layouts]
 
 
-# Chunks that begin at a multiple of 16 rows, or not, and documents that begin anywhere in them.
+@pytest.mark.parametrize("dropout_p", [0, 0.3])
 @pytest.mark.parametrize("method", METHODS)
-def test_dropout_is_that_of_one_process(four, method):
-    more = [Case("documents_over_chunks", bounds=(0, 3, 40, 93), S=96, causal=True, B=1),
-            Case("documents_of_one", bounds=(0, 1, 2, 3, 8, 19, 20), S=24),
-            Case("chunks_of_16", S=64, B=2, causal=True),
-            Case("documents_in_chunks_of_16", S=64, bounds=(0, 16, 33, 64), window=(20, -1)),
-            Case("one_of_three", size=3, H=6, Hk=3, S=50, causal=True, sinks=True, bounds=(0, 21, 22, 50)),
-            Case("one_of_four", size=4, H=8, Hk=4, S=75, B=2), Case("alone", size=1, S=21, bounds=(0, 5, 21)),
-            Case("four_documents", size=4, H=4, Hk=4, S=100, causal=True, bounds=(0, 7, 40, 40, 99))]
-    check(four, in_turn(FEATURES + more, 1 + METHODS.index(method), method=method, dropout_p=0.3))
+def test_results_are_those_of_one_process(four, method, dropout_p):
+    check(four, in_turn(FEATURES + ODD_CHUNKS, METHODS.index(method) + (dropout_p > 0), method=method,
+                        dropout_p=dropout_p))
 
 
 def test_results_on_three_and_four_ranks(four):
@@ -210,11 +210,9 @@ def compare_in_groups(cases):
 
 
 def gather_in_groups(patch):
-    patch.setattr(all_gather, "MIN_BYTES", 1)
-    patch.setattr(all_gather, "MIN_FLOP", 1)
-    patch.setattr(all_gather, "MIN_FETCHED", 1)
-    patch.setattr(all_gather, "MIN_FETCHED_BACKWARD", 1)
-    patch.setattr(local, "LONG_BESIDE", 6)
+    for name in ("MIN_BYTES", "MIN_FLOP", "MIN_FETCHED", "MIN_FETCHED_BACKWARD"):
+        patch.setattr(all_gather, name, 1)
+    patch.setattr(calls, "LONG_OVERLAPPED", 6)
 
 
 def test_results_of_heads_in_groups(four):

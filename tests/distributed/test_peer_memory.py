@@ -5,7 +5,7 @@ import torch
 
 import peer_files
 import ranks
-from minimal_attn.distributed import all_gather, peer_memory, summing
+from minimal_attn.distributed import all_gather, exchange, peer_memory
 from test_distributed import FEATURES, check, compare, compare_in_groups, in_turn
 
 pytestmark = pytest.mark.cpu
@@ -16,7 +16,7 @@ def compare_through_files(cases, folder, in_groups):
     with pytest.MonkeyPatch.context() as patch:
         peer_files.use(patch, folder)
         if in_groups:
-            patch.setattr(summing, "MAX_SUM_BYTES", 1)
+            patch.setattr(exchange, "MAX_SUM_BYTES", 1)
         return compare_in_groups(cases) if in_groups else compare(cases)
 
 
@@ -63,7 +63,7 @@ def test_warning_without_peer_memory(four, tmp_path):
 
 @ranks.in_group()
 def grown_in_rank(group, folder):
-    """Values that one rank finds in the slots of the other while they grow, and after one that nobody has fetched from."""
+    """Values that a rank finds in the slots of the other while they grow, and after one that nobody fetched from."""
     rank, found = torch.distributed.get_rank(group), []
     with pytest.MonkeyPatch.context() as patch:
         peer_files.use(patch, folder)

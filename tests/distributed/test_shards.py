@@ -1,5 +1,6 @@
 """The rows that each rank holds, the keys that they see in each call, and the method that "auto" takes."""
 
+import itertools
 import random
 
 import pytest
@@ -7,10 +8,10 @@ import torch
 from torch.distributed.tensor.experimental import context_parallel
 
 import ranks
-from minimal_attn.distributed import attention, pieces as pieces_module, shard, shard_labels, shard_positions, unshard
+from minimal_attn.distributed import attention, shard, shard_labels, shard_positions, unshard
+from minimal_attn.distributed.calls import LONG, Document, calls_of, length, pieces_of
 from minimal_attn.distributed.layout import Chunk, Shards
-from minimal_attn.distributed.pieces import Document, calls_of, pieces_of
-from minimal_attn.distributed.room import room_for
+from minimal_attn.distributed.padding import dropout_padding
 from minimal_attn.options import Lengths
 from minimal_attn.reference.scores import visible_keys
 
@@ -108,39 +109,9 @@ def seen_in_sequence(total, documents, window):
     return places, seen
 
 
-@pytest.mark.parametrize("share_keys", [True, False])
-def test_calls_see_every_key_once(share_keys):
-    """The rows of all ranks in turn, as in a ring, and of the whole sequence."""
-    draw, num_long = random.Random(0), 0
-    for _ in range(400):
-        shards, rows, documents, window = drawn_sequence(draw)
-        total, places, wanted = shards.size * rows, *seen_in_sequence(shards.size * rows, documents, window)
-        held = [torch.cat([places[chunk.begin:chunk.end] for chunk in shards.chunks(rank, rows)])
-                for rank in range(shards.size)]
-        wanted = wanted[held[shards.rank]].int()
-        seen = torch.zeros_like(wanted)
-        for source in range(shards.size):
-            pieces = pieces_of(shards.chunks(shards.rank, rows), shards.chunks(source, rows), documents, window)
-            for call in calls_of(pieces, 1, rows, rows, share_keys):
-                seen[:, held[source]] += seen_in(call, rows, rows)
-        assert torch.equal(seen, wanted)
-        pieces = pieces_of(shards.chunks(shards.rank, rows), [Chunk(0, total, 0)], documents, window)
-        calls = calls_of(pieces, 1, rows, total, share_keys)
-        with_long = calls_of(pieces, 1, rows, total, share_keys, long=6)  # long pieces have calls of their own
-        for each in (calls, with_long):
-            assert torch.equal(sum((seen_in(call, rows, total) for call in each), torch.zeros_like(wanted)), wanted)
-        if share_keys and window in ((-1, -1), (-1, 0)):
-            assert len(calls) <= 1
-        for piece in pieces:
-            is_alone = (piece,) in [call.pieces for call in with_long]
-            num_long += is_alone
-            assert is_alone or pieces_module.length(piece.rows) < 6
-    assert num_long > 100
-
-
-def places_in(chunks, length, more=0):
-    """(length,): what place of the sequence a row of a tensor with Chunks has, and with `more` rows behind each."""
-    places = torch.full((length,), -1)
+def places_in(chunks, num_rows, more=0):
+    """(num_rows,): what place of the sequence a row of a tensor with Chunks has, and with `more` rows behind each."""
+    places = torch.full((num_rows,), -1)
     for chunk in chunks:
         n = chunk.end - chunk.begin + more
         places[chunk.local : chunk.local + n] = torch.arange(chunk.begin, chunk.begin + n)
@@ -148,39 +119,50 @@ def places_in(chunks, length, more=0):
     return places
 
 
+def check_origins(call, documents, row_places, key_places):
+    """Samples begin at whole tiles of 16 rows and 16 keys of their document, and origins say where."""
+    for (begin_q, end_q, begin_k, end_k), (row, key, number) in zip(samples_of(call), call.origins, strict=True):
+        if begin_q < end_q and begin_k < end_k:
+            first, = (document.begin for document in documents if document.number == number)
+            assert row % 16 == 0 and key % 16 == 0
+            for places, begin in ((row_places[begin_q:end_q], first + row), (key_places[begin_k:end_k], first + key)):
+                assert places.tolist() == list(range(begin, begin + len(places)))
+
+
+@pytest.mark.parametrize("has_dropout", [False, True])
 @pytest.mark.parametrize("share_keys", [True, False])
-def test_calls_with_dropout_begin_at_whole_groups(share_keys):
-    """With 16 rows and 16 keys of their document. Origins say where, and rows of the rank see every key once."""
-    draw = random.Random(0)
-    for _ in range(300):
+def test_calls_see_every_key_once(share_keys, has_dropout):
+    """The rows of a rank see the keys of all ranks in turn, as in a ring, and of the whole sequence. Long pieces have
+    calls of their own."""
+    draw, num_long = random.Random(0), 0
+    for _ in range(200):
         shards, num_rows, documents, window = drawn_sequence(draw)
         total, _, wanted = shards.size * num_rows, *seen_in_sequence(shards.size * num_rows, documents, window)
-        room = room_for(shards, num_rows, documents, True)
-        row_places = places_in(room.row_chunks(), num_rows + sum(room.fronts))
-        own = room.own(torch.arange(len(row_places)).view(1, 1, -1)).flatten()
-        assert torch.equal(room.own(room.extended(torch.arange(num_rows).view(1, 1, -1))).flatten(),
+        padding = dropout_padding(shards, num_rows, documents, has_dropout)
+        row_places = places_in(padding.row_chunks(), num_rows + sum(padding.rows_before))
+        own = padding.unpad_rows(torch.arange(len(row_places)).view(1, 1, -1)).flatten()
+        assert torch.equal(padding.unpad_rows(padding.pad_rows(torch.arange(num_rows).view(1, 1, -1))).flatten(),
                            torch.arange(num_rows))
-        more = room.num_next
-        num_keys = num_rows + more * shards.chunks_per_rank
-        of_ranks = [(room.key_chunks(rank), num_keys, more) for rank in range(shards.size)]
-        for sources in (of_ranks, [([Chunk(0, total, 0)], total, 0)]):
+        more = padding.keys_after
+        of_ranks = [(padding.key_chunks(rank), num_rows + more * shards.chunks_per_rank, more)
+                    for rank in range(shards.size)]
+        of_all = [([Chunk(0, total, 0)], total, 0)]
+        for sources, long in itertools.product((of_ranks, of_all), (LONG, 6)):
             seen = torch.zeros(num_rows, total + more, dtype=torch.int)
             for key_chunks, num_keys, behind in sources:
                 key_places = places_in(key_chunks, num_keys, behind)
-                pieces = pieces_of(room.row_chunks(), key_chunks, documents, window, True)
-                for call in calls_of(pieces, 1, len(row_places), num_keys, share_keys):
+                pieces = pieces_of(padding.row_chunks(), key_chunks, documents, window, has_dropout)
+                calls = calls_of(pieces, 1, len(row_places), num_keys, share_keys, long)
+                for call in calls:
                     seen.index_add_(1, key_places, seen_in(call, len(row_places), num_keys)[own])
-                    samples = samples_of(call)
-                    assert len(samples) == len(call.origins)
-                    for (begin_q, end_q, begin_k, end_k), (row, key, number) in zip(samples, call.origins):
-                        if begin_q < end_q and begin_k < end_k:
-                            first, = (document.begin for document in documents if document.number == number)
-                            assert row % 16 == 0 and key % 16 == 0
-                            assert row_places[begin_q:end_q].tolist() == list(range(first + row,
-                                                                                    first + row + end_q - begin_q))
-                            assert key_places[begin_k:end_k].tolist() == list(range(first + key,
-                                                                                    first + key + end_k - begin_k))
+                    if has_dropout:
+                        check_origins(call, documents, row_places, key_places)
+                    assert len(call.pieces) == 1 or all(length(piece.rows) < long for piece in call.pieces)
+                    num_long += length(call.pieces[0].rows) >= long
             assert torch.equal(seen[:, :total], wanted[row_places[own]].int()) and not seen[:, total:].any()
+            if share_keys and sources is of_all and long == LONG and window in ((-1, -1), (-1, 0)):
+                assert len(calls) <= 1
+    assert num_long > 100
 
 
 def test_ring_makes_few_calls():
