@@ -15,9 +15,11 @@ from rich.text import Text
 from .. import __version__, load
 from ..attention import BACKENDS
 from ..command.progress import watched
-from . import attention, print_profiles, serving
-from .attention import IMPLS, Case, Shape
-from .measure import Setting, WrongResult, is_judged, judge, measured, must_serve
+from . import print_profiles, serving
+from .cases import Case, Shape
+from .impls import IMPLS
+from .measure import Setting, WrongResult, is_judged, judge, must_serve
+from .options import OPS
 from .tables import console, number
 
 # On a GPU large enough to keep all of it busy, on a CPU small enough for Triton's interpreter.
@@ -33,9 +35,9 @@ and debugging; for CPU tensors flash_attention takes torch. To step through the 
     gdb -ex 'break flash_fwd' -ex run a.out
 """
 NEXT = {
-    "cuda": ("python -m minimal_attn bench --dtype bfloat16 --shape 2,32,4096,128",
-             "every peer of this machine, at a shape of yours and over lengths"),
-    "cpu": ("python -m minimal_attn check", "more cases: masks, grouped heads, other head dimensions"),
+    "cuda": "python -m minimal_attn bench --dtype bfloat16 --shape 2,32,4096,128\n"
+            "      every peer of this machine, at a shape of yours and over lengths",
+    "cpu": "python -m minimal_attn check\n      more cases: masks, grouped heads, other head dimensions",
 }
 
 
@@ -46,7 +48,7 @@ class Result(NamedTuple):
     impl: str
     allowed: float | None  # error, None if it is not judged
     max_err: float | None = None  # None if it is wrong or does not serve
-    numbers: dict = {}  # those of measured(), if it was timed
+    numbers: dict = {}  # of its row, if it was timed
     failure: str | None = None  # of a wrong result, or of one of ours that does not serve
     excuse: str | None = None  # of a peer that does not serve
 
@@ -65,32 +67,24 @@ def run(with_profile=False):
     if kernels := [name for name in impls if IMPLS[name].backend == "cuda"]:
         megabytes = Path(load().__file__).stat().st_size / 1e6
         console.print(f"csrc is built ({megabytes:.1f} MB). Its kernels here: {', '.join(kernels)}", soft_wrap=True)
-    results = measure_all(impls, device)
+    settings = {dtype: Setting(SHAPES[device], dtype) for dtype in DTYPES}
+    jobs = [(dtype, impl) for dtype in DTYPES for impl in serving(IMPLS, impls, settings[dtype])]
+    results, cases = [], {dtype: Case(OPS["attention"], setting, device) for dtype, setting in settings.items()}
+    for dtype, impl in watched(jobs, lambda job: f"checking {job[1]} in {job[0]}", console):
+        results.append(result_of(cases[dtype], impl))
     if with_profile:
-        setting = Setting(SHAPES[device], DTYPES[0])
-        print_profiles(attention, serving(IMPLS, impls, setting.dtype), Case(setting, device), set())
+        print_profiles(cases[DTYPES[0]], serving(IMPLS, impls, settings[DTYPES[0]]), set())
     show(results, device)
     return int(any(result.failure for result in results))
 
 
-def measure_all(impls, device):
-    """A Result for each of impls in each dtype that it is for."""
-    jobs = [(dtype, impl) for dtype in DTYPES for impl in serving(IMPLS, impls, dtype)]
-    doing = "checking and timing" if device == "cuda" else "checking"
-    results, case = [], None
-    for dtype, impl in watched(jobs, lambda job: f"{doing} {job[1]} in {job[0]}", console):
-        if case is None or case.dtype != dtype:
-            case = Case(Setting(SHAPES[device], dtype), device)
-        results.append(result_of(case, impl))
-    return results
-
-
 def result_of(case, impl):
+    """The Result of checking and, on a GPU, timing an implementation."""
     result = Result(case.dtype, impl, case.tolerance if is_judged(impl, case.dtype) else None)
     try:
         if case.device == "cpu":
             return result._replace(max_err=judge(case, impl))
-        numbers = measured(case, impl)
+        numbers = case.measured(impl)
         return result._replace(max_err=numbers.get("max_err", math.nan), numbers=numbers)
     except Exception as error:
         has_to = isinstance(error, WrongResult) or must_serve(IMPLS[impl], case.dtype, case.device)
@@ -111,13 +105,8 @@ def show(results, device):
     judged = [x for x in right + failed if x.allowed]
     agree = sum(x.max_err is not None for x in judged)
     console.print(f"{agree} of {len(judged)} results agree with attention in fp64.\n")
-    if device == "cuda":
-        for dtype in DTYPES:
-            console.print(verdict(results, dtype), soft_wrap=True)
-    else:
-        console.print(ON_A_CPU, soft_wrap=True)
-    command, what = NEXT[device]
-    console.print(f"Next: {command}", f"      {what}", "      csrc/flash.cu is the kernel to read first; README.md has "
+    verdicts = "\n".join(verdict(results, dtype) for dtype in DTYPES) if device == "cuda" else ON_A_CPU
+    console.print(verdicts, f"Next: {NEXT[device]}", "      csrc/flash.cu is the kernel to read first; README.md has "
                   "the reading order", sep="\n", soft_wrap=True)
 
 
@@ -129,13 +118,10 @@ def table_of(results, device):
     for heading in ("max error", "allowed", *headings):
         table.add_column(heading, justify="right")
     for x in sorted(results, key=lambda x: (DTYPES.index(x.dtype), x.numbers.get("ms", math.inf))):
-        color = "green" if x.allowed else ""
-        max_err = Text("FAILED", "red") if x.failure else Text(f"{x.max_err:.1e}", color)
-        allowed = f"{x.allowed:.1e}" if x.allowed else "–"
-        peer = fastest(results, x.dtype, ours=False)
-        speed = [x.numbers["ms"], x.numbers["tflops"], peer and peer.numbers["ms"] / x.numbers["ms"]] \
-            if x.numbers else [None] * 3
-        table.add_row(x.impl, x.dtype, max_err, allowed, *map(number, speed[:len(headings)]))
+        max_err = Text("FAILED", "red") if x.failure else Text(f"{x.max_err:.1e}", "green" if x.allowed else "")
+        peer, ms = fastest(results, x.dtype, ours=False), x.numbers.get("ms")
+        speed = [ms, x.numbers.get("tflops"), peer and ms and peer.numbers["ms"] / ms][:len(headings)]
+        table.add_row(x.impl, x.dtype, max_err, f"{x.allowed:.1e}" if x.allowed else "–", *map(number, speed))
     return table
 
 

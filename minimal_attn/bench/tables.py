@@ -18,11 +18,6 @@ def speedup(rows, impl, baseline):
     return baseline_ms / ms if ms and baseline_ms else None
 
 
-def rate_of(results):
-    """The key of RATES that tables and pictures show: GB/s of shapes of decode.py, TFLOP/s of all others."""
-    return getattr(next(iter(results)).shape, "rate", "tflops")
-
-
 def number(x):
     return "–" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
 
@@ -47,20 +42,19 @@ def print_tables(results, args, sweep, on_device):
     """Prints one table for each of args.shapes, or a single table where there are more than MANY. decode.py then gets
     a second one, of speeds relative to the plain read. Last comes, for each dtype with and without a mask, a table of
     the time over the lengths of sweep."""
-    baseline = args.op.BASELINE
+    baseline, rate = args.op.baseline, args.op.rate
     of_shapes = {setting: rows for setting, rows in results.items() if setting.shape in args.shapes}
     for setting, rows in of_shapes.items() if len(of_shapes) <= MANY else ():
         numbers = {impl: [*(rows[impl][x] for x in MEASURED), speedup(rows, impl, baseline)] for impl in rows}
         print_table(f"{setting} {on_device}", [*HEADINGS, f"× {baseline}"], numbers)
     if len(of_shapes) > MANY:
-        rate = rate_of(of_shapes)
         numbers = {str(setting): [rows[x][rate] for x in rows] for setting, rows in of_shapes.items()}
         print_table(f"{RATES[rate]} {on_device}", args.impls, numbers)
         if rate == "gbps" and baseline in args.impls:
             numbers = {str(setting): [speedup(rows, x, baseline) for x in rows] for setting, rows in of_shapes.items()}
             print_table(f"× {baseline} {on_device}", args.impls, numbers)
     for dtype, causal in dict.fromkeys((x.dtype, x.causal) for x in results) if sweep else ():
-        measured = {shape.x: results[Setting(shape, dtype, causal)] for shape in sweep
+        measured = {shape.seqlen_q: results[Setting(shape, dtype, causal)] for shape in sweep
                     if Setting(shape, dtype, causal) in results}
         numbers = {impl: [rows[impl]["ms"] for rows in measured.values()] for impl in args.impls}
         if measured:

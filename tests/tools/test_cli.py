@@ -19,7 +19,7 @@ from conftest import HAS_GPU
 from minimal_attn import __version__, _build, attention as interface, available_backends, cli
 from minimal_attn.backends import auto as choice
 from minimal_attn.bench import demo
-from minimal_attn.bench.attention import IMPLS
+from minimal_attn.bench.impls import IMPLS
 from minimal_attn.command import crosscheck
 from minimal_attn.reference.definition import reference_forward
 from test_build import python
@@ -201,9 +201,8 @@ def test_demo_on_a_cpu(capsys, monkeypatch):
 
 
 def test_demo_wrong_result(capsys, monkeypatch):
-    wrong = IMPLS["torch:math"]._replace(forward=lambda q, k, v, causal: q)
-    monkeypatch.setattr(demo, "IMPLS", IMPLS | {"torch:math": wrong})
-    monkeypatch.setattr(demo.Case, "impls", demo.IMPLS)
+    wrong = IMPLS["torch:math"]._replace(forward=lambda q, k, v, call: q)
+    monkeypatch.setitem(demo.OPS["attention"].impls, "torch:math", wrong)
     monkeypatch.setattr(demo, "DTYPES", ("float32",))
     assert cli.main(["demo"]) == 1
     assert re.search(r"\ntorch:math +float32 +FAILED", capsys.readouterr().out)
