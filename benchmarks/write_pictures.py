@@ -1,7 +1,6 @@
 """Draw the pictures of README.md and docs/ from benchmarks/h200/*.json.
 
     python benchmarks/write_pictures.py            # draw those that are stale
-    python benchmarks/write_pictures.py --all      # draw all of them
     python benchmarks/write_pictures.py --check    # draw nothing; exit code 1 if one is stale
 
 A picture is stale when the digest that it holds is not that of its numbers and of the code that draws it. A run of
@@ -93,19 +92,16 @@ FILES = {**dict.fromkeys(RUNS, run), "training.png": training, "training_16k.png
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--check", action="store_true", help="draw nothing; exit code 1 if a picture is stale")
-    which.add_argument("--all", action="store_true", help="draw all, not only what is stale")
-    args = parser.parse_args(argv)
-    stale = False
+    parser.add_argument("--check", action="store_true", help="draw nothing; exit code 1 if a picture is stale")
+    check, stale = parser.parse_args(argv).check, False
     for name, what in FILES.items():
         file, (make, *drawn) = (FOLDER / name).resolve(), what(name.rpartition(".")[0])
-        if args.all or pictures.digest_in(file) != pictures.digest_of(make, drawn):
+        if pictures.digest_in(file) != pictures.digest_of(make, drawn):
             stale = True
-            if not args.check:
+            if not check:
                 pictures.draw(file, make, *drawn)
-            print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if args.check else 'drawn'}")
-    return int(args.check and stale)
+            print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if check else 'drawn'}")
+    return int(check and stale)
 
 
 if __name__ == "__main__":

@@ -165,8 +165,8 @@ def matmul():
 
 
 def training(name):
-    return table(["backend", "million tokens per second"],
-                 [[f"`{x}`", f"{tokens / 1e6:.2f}"] for x, tokens in record(name)["tokens_per_s"].items()])
+    lines = [[f"`{x}`", f"{tokens / 1e6:.2f}"] for x, tokens in record(name)["tokens_per_s"].items()]
+    return table(["backend", "million tokens per second"], lines)
 
 
 def host():
@@ -212,18 +212,19 @@ def ladder_backward():
                   "`flash_bwd_sm80.cu`=sm80|Triton=triton|FlashAttention-2=FA2|cuDNN")
 
 
-def shown(name, longest):
-    """bf16 rows without S = 8192, with a causal mask in README.md."""
-    return [row for row in of(name, dtype="bfloat16") if row["seqlen_q"] != 8192 and (row["causal"] or longest)]
+def shorter(rows):
+    """rows without those of S = 8192."""
+    return [row for row in rows if row["seqlen_q"] != 8192]
 
 
 TABLES = {
-    "results": lambda: speeds(shown("forward", False), "head_dim|S", "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2"),
+    "results": lambda: speeds(shorter(of("forward", dtype="bfloat16", causal=True)), "head_dim|S",
+                              "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2"),
     "forward": lambda: speeds(of("forward", dtype="bfloat16"), SIZE, "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2"),
     "forward_fa3": lambda: speeds(of("forward_fa3"), SIZE, "sm90|FA3|cuDNN|sm90 / FA3|sm90 / cuDNN"),
     "backward_fa3": lambda: speeds(of("backward_fa3"), SIZE, "sm90|FA3|cuDNN|sm90 / FA3|sm90 / cuDNN"),
     "heads": lambda: speeds(of("heads"), "B|H|Hk|S|D|causal", "sm90|cuDNN|sm90 / cuDNN"),
-    "ampere": lambda: speeds(shown("sm80", True), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
+    "ampere": lambda: speeds(shorter(of("sm80", dtype="bfloat16")), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
     "varlen": lambda: packed("varlen", "forward", "sm90|sm80|triton|varlen_attn|sm90 / varlen_attn|triton / varlen_attn",
                              "sm90"),
     "varlen_backward": lambda: packed("varlen_backward", "backward", "sm80|triton|varlen_attn|sm80 / varlen_attn"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from .._build import load
 from ..command.progress import watched
 from .impls import host_cost
-from .measure import (Setting, WrongResult, environment, in_words, judge, load_csrc, matmul_ceiling, must_serve,
-                      profiled)
+from .measure import Setting, WrongResult, environment, in_words, judge, matmul_ceiling, must_serve, profiled
 from .options import OPS, parse_args
 from .tables import console, place, print_table, print_tables
 
@@ -61,7 +61,9 @@ class Run:
             self.meta["host_us"] = host_cost(self.op.gradients)
             numbers = {name: [us] for name, us in self.meta["host_us"].items()}
             print_table("µs of host time for (1,4,64,64) bfloat16", ["µs"], numbers)
-        load_csrc([self.op.impls[impl] for impl in self.args.impls], self.device)
+        used = [self.op.impls[name] for name in self.args.impls]
+        if any(impl.backend == "cuda" and must_serve(impl, "float32", self.device) for impl in used):
+            load()  # now, so that no first call of a kernel holds the build
         for kind in self.kinds:
             case, able = self.check(Setting(self.checked, *kind))
         if self.args.profile:
@@ -79,8 +81,8 @@ class Run:
         """(the case of setting, the implementations that are right)"""
         case, able = self.case_of(setting), []
         console.print(f"=== checking {setting} {self.on_device} ===", soft_wrap=True)
-        impls = serving(self.op.impls, self.args.impls, setting)
-        for impl in watched(impls, lambda impl: f"checking {impl} {setting}", console):
+        names = [name for name in self.args.impls if self.op.impls[name].serves(setting)]
+        for impl in watched(names, lambda impl: f"checking {impl} {setting}", console):
             if (max_err := attempt(self.told, impl, judge, case, impl)) is not None:
                 console.print(f"{impl}: max error {in_words(max_err)} against fp64, allowed "
                               f"{in_words(case.tolerance)}", soft_wrap=True)
@@ -123,15 +125,14 @@ class Run:
         if args.json and any(any(rows.values()) for rows in self.results.values()):
             write_json(args.json, self.meta, self.results)
             self.files.append(args.json)
-        if args.plots and not complete:
-            console.print(f"not written, as no setting has a row of every implementation: {', '.join(args.plots)}",
-                          soft_wrap=True)
-        elif args.plots:
+        if args.plots and complete:
             from .pictures import draw, of_run
 
             for file in args.plots:
                 draw(file, *of_run([row for rows in complete.values() for row in rows.values()], self.meta))
             self.files += args.plots
+        elif args.plots:
+            console.print("no picture is written, as no setting has a row of every implementation", soft_wrap=True)
         if self.files:
             console.print(f"wrote {', '.join(self.files)}", soft_wrap=True)
 
@@ -156,11 +157,6 @@ def write_json(file, meta, results):
     part = Path(f"{file}.part")
     part.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{rows}\n]}}\n')
     part.replace(file)
-
-
-def serving(impls, names, setting):
-    """The names of those that serve a setting. impls: {name: Impl}."""
-    return [name for name in names if impls[name].serves(setting)]
 
 
 def attempt(told, name, function, *args):

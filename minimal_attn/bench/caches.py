@@ -16,10 +16,9 @@ import torch
 
 from .. import attention_with_kvcache, flash_attention, reference_attention
 from ..toolkit.benchmark import QUANTILES
-from ..toolkit.validation import allowed_error
 from . import impls, measure
 from .cases import Case
-from .measure import Impl, WrongResult, each, normal, truth_fits
+from .measure import Impl, WrongResult, normal, truth_fits
 
 CACHES = {"cuda": (2, 32), "cpu": (1, 1)}  # at least and at most in a graph, as many as reach CACHE_BYTES together
 CACHE_BYTES = 400_000_000  # well beyond the L2 of any GPU
@@ -44,11 +43,9 @@ def plain_read(q, k, v, call):
 
 
 def ways(*names):
-    """{name: Impl} of ours by both backends. A prefill without cache (":dense") names no backend: it does not have to
-    serve pages, so its failure there is no fault of ours."""
-    return {f"{backend}{way}": Impl(functools.partial(ours, way=way, backend=backend), ("cuda", "cpu"),
-                                    None if way == ":dense" else backend, impls.HALVES,
-                                    ("dense",) if way == ":dense" else ("dense", "pages"))
+    """{name: Impl} of ours by both backends. A prefill without cache (":dense") does not have to serve pages."""
+    return {f"{backend}{way}": Impl(functools.partial(ours, way=way, backend=backend), backend=backend,
+                                    kinds=("dense", "pages")[:1 + (way != ":dense")])
             for backend in ("cuda", "triton") for way in names}
 
 
@@ -75,10 +72,9 @@ class Decode(Case):
 
     def __init__(self, op, setting, device):
         self.seqlens = self.seqlens_of(setting.shape)
-        valid_bytes = 2 * 2 * setting.shape.nheads_k * setting.shape.head_dim * sum(self.seqlens)
-        self.bytes = valid_bytes
+        self.valid_bytes = 2 * 2 * setting.shape.nheads_k * setting.shape.head_dim * sum(self.seqlens)
         super().__init__(op, setting, device)  # the truth of the first cache
-        self.bytes = valid_bytes
+        self.bytes = self.valid_bytes
         self.calls = [self.call_of(self.args[0], *cache) for cache in self.caches]
         self.args = self.calls[0]
 
@@ -94,7 +90,7 @@ class Decode(Case):
         self.seqused_k = torch.tensor(self.seqlens, dtype=torch.int32, device=self.device)
         pages, (least, most) = len(self.seqlens) * shape.seqlen_k // page, CACHES[self.device]
         self.caches = []  # (memory, page table or None)
-        for _ in range(max(least, min(most, -(-CACHE_BYTES // self.bytes)))):
+        for _ in range(max(least, min(most, -(-CACHE_BYTES // self.valid_bytes)))):
             memory = normal((2, pages, page, shape.nheads_k, shape.head_dim), self.device, self.dtype)
             ids = torch.randperm(pages, dtype=torch.int32, device=self.device) if "page" in self.options else None
             self.caches.append((memory, None if ids is None else ids.view(len(self.seqlens), -1)))
@@ -113,7 +109,7 @@ class Decode(Case):
         keywords = {"seqused_k": self.seqused_k} | ({} if table is None else {"page_table": table})
         k, v = memory.transpose(2, 3)
         call = Call(self.causal and self.shape.seqlen_q > 1,  # a single row sees every key
-                    words=memory.view(torch.int32).flatten()[:self.bytes // 4])
+                    words=memory.view(torch.int32).flatten()[:self.valid_bytes // 4])
         call.ways = {way: [(function, tensors, more | {"causal": self.causal}) for function, tensors, more in calls]
                      for way, calls in self.ways_of(q, k, v, keywords).items()}
         return q, k, v, call
@@ -131,24 +127,19 @@ class Decode(Case):
     base = exact  # by plain torch in the dtype of the inputs, with scores in fp32 as in SDPA's math backend
 
     @staticmethod
-    def elements(shape):
-        """Elements in fp64 that the truth needs: the keys, repeated for each query head, or the scores where these are
-        more."""
-        return shape.batch_size * shape.nheads * shape.seqlen_k * max(shape.head_dim, shape.seqlen_q)
-
-    @classmethod
-    def has_truth(cls, op, shape, device):
-        return truth_fits(cls.elements(shape) // (shape.batch_size * shape.nheads_k), device)
+    def truth_sizes(op, shape):
+        """The keys, repeated for each query head, or the scores where these are more."""
+        of_all = shape.batch_size * shape.nheads * shape.seqlen_k * max(shape.head_dim, shape.seqlen_q)
+        return of_all, of_all // (shape.batch_size * shape.nheads_k)
 
     def results(self, name, out):
         """The read has no result to compare. Raises WrongResult if it has missed a word."""
-        if name != "read":
-            return super().results(name, out)
-        from .read import xor_of
+        if name == "read":
+            from .read import xor_of
 
-        if xor_of(out) != xor_of(self.args[-1].words):
-            raise WrongResult("the xor of all words is another")
-        return ()
+            if xor_of(out) != xor_of(self.args[-1].words):
+                raise WrongResult("the xor of all words is another")
+        return () if name == "read" else super().results(name, out)
 
     def timed(self, function):
         """(median, 20th and 80th percentile) in ms of a call, in a CUDA graph of one call on each cache."""
@@ -160,8 +151,8 @@ class Decode(Case):
                 function(*args)
         warmups = math.ceil(WARMUP_MS / times_of_replays(graph, 1)[0])
         # The host is ahead of the GPU, so that no launch is timed.
-        times = [time / len(self.calls) for time in times_of_replays(graph, warmups + REPLAYS)[warmups:]]
-        return torch.tensor(times, dtype=torch.float64).quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
+        times = torch.tensor(times_of_replays(graph, warmups + REPLAYS)[warmups:], dtype=torch.float64)
+        return (times / len(self.calls)).quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
 
     @functools.cached_property
     def read(self):
@@ -184,10 +175,8 @@ class Append(Decode):
     def places_of(self, page_table):
         """The indices of the new keys in a cache (N, Hk, S, D)."""
         samples, last = torch.arange(self.shape.batch_size, device=self.device), self.seqused_k.long() - 1
-        if page_table is None:
-            return samples, slice(None), last
-        size = self.options["page"]
-        return page_table[samples, last // size].long(), slice(None), last % size
+        size = self.options.get("page", self.shape.seqlen_k)
+        return samples if page_table is None else page_table[samples, last // size].long(), slice(None), last % size
 
     def prepare(self, name):
         """Fills the places of the new keys and values with NaN, if the call writes them."""
@@ -216,8 +205,7 @@ def quarter_turns(positions, num_pairs, device, dtype):
 
 def rotated_back(x, cos, sin):
     """x (B, heads, 1, D), whose columns i and i + rotary_dim / 2 are turned back by the angles (B, rotary_dim / 2)."""
-    num_pairs = cos.shape[-1]
-    a, b, rest = x.split([num_pairs, num_pairs, x.shape[-1] - 2 * num_pairs], -1)
+    a, b, rest = x.split([cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
     cos, sin = cos[:, None, None], sin[:, None, None]
     return torch.cat([a * cos + b * sin, b * cos - a * sin, rest], -1)
 
@@ -261,20 +249,13 @@ class Mixed(Decode):
 
     base = exact
 
-    def allowed(self, base):
-        return tuple(map(allowed_error, base, self.truth))
-
     @staticmethod
-    def elements(shape):
+    def truth_sizes(op, shape):
         """As of decoding for one more sample, or the scores of the prefill where these are more."""
-        return shape.nheads * max((shape.batch_size + 1) * shape.seqlen_k * shape.head_dim, shape.options["prefill"]**2)
-
-    @classmethod
-    def has_truth(cls, op, shape, device):
-        return truth_fits(cls.elements(shape) // shape.nheads_k, device)
+        keys = (shape.batch_size + 1) * shape.seqlen_k * shape.head_dim
+        of_all = shape.nheads * max(keys, shape.options["prefill"]**2)
+        return of_all, of_all // shape.nheads_k
 
     def judged(self, x):
-        """The part of x that is compared with the truth: all of it, or, where that does not fit in fp64, the last
-        key/value head or the query heads that read it."""
-        fits = truth_fits(self.elements(self.shape), self.device)
-        return x if fits else x[:, -(x.shape[1] // self.shape.nheads_k):]
+        """All of x, or, where that does not fit in fp64, one key/value head of all samples."""
+        return x if truth_fits(self.truth_sizes(self.op, self.shape)[0], self.device) else self.one_head(x)

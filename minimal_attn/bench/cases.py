@@ -111,12 +111,17 @@ def shape_of(text, form):
 
 def ints(words, *counts):
     """Positive ints; ValueError if there are others, or not as many as one of counts."""
-    if len(words) not in counts:
+    if counts and len(words) not in counts:
         raise ValueError(f"there are {len(words)} numbers, not {' or '.join(map(str, counts))}")
     for x in words:
         if not (x.isdecimal() and int(x)):
             raise ValueError(f"{x!r} is not a positive integer")
     return [int(x) for x in words]
+
+
+def count(text):
+    """A positive int; ValueError if it is none."""
+    return ints([text], 1)[0]
 
 
 def fp8_base(q, k, v, causal):
@@ -136,8 +141,8 @@ def gradients_of(forward, q, k, v, dout):
 
 
 class Case:
-    """One setting of attention, forward or with gradients. truth and tolerance are None where even one head in fp64
-    would not fit; for gradients they are tuples for dq, dk and dv."""
+    """One setting of attention, forward or with gradients. truth and tolerance are tuples, for dq, dk and dv where there
+    are gradients. They are None where even one head in fp64 would not fit."""
 
     passes = {None: ("forward", 1), backward_of: ("backward", 2.5),  # five products instead of two: Q Kᵀ is formed again
               step_of: ("forward_backward", 3.5)}
@@ -164,12 +169,11 @@ class Case:
         self.truth = self.tolerance = None
         if self.has_truth(op, self.shape, device):
             judged = [self.judged(x) for x in tensors]
-            attend = functools.partial(gradients_of, self.exact) if op.gradients else self.exact
-            by_torch = functools.partial(gradients_of, self.base) if op.gradients else self.base
-            self.truth, base = attend(*(x.double() for x in judged)), by_torch(*judged)
+            exact, base = (functools.partial(gradients_of, f) if op.gradients else f for f in (self.exact, self.base))
+            self.truth, by_torch = each(exact(*(x.double() for x in judged))), each(base(*judged))
             # Four times the base's error, where the forward has two: MATH keeps P, all others form it again from lse.
-            self.tolerance = tuple(2 * allowed_error(*pair) for pair in zip(base, self.truth)) if op.gradients else \
-                self.allowed(base)
+            factor = 2 if op.gradients else 1
+            self.tolerance = tuple(factor * allowed_error(*pair) for pair in zip(by_torch, self.truth))
 
     def inputs(self):
         """q, k and v. Those of a packed batch are views (1, H, T, D) of memory (T, H, D), as a model has them."""
@@ -287,30 +291,25 @@ class Case:
         samples = zip(*(x.split(lengths_of(self.shape.more), dim=2) for x in qkv))
         return torch.cat([checkpoint(forward, *sample, use_reentrant=False) for sample in samples], 2)
 
-    def allowed(self, base):
-        return allowed_error(base, self.truth)
-
     @staticmethod
-    def elements(shape):
-        return shape.nheads * shape.pairs
-
-    @staticmethod
-    def scores_kept(op, shape):
-        """The memory that the truth takes, in that of the forward pass: autograd keeps the scores and makes their
-        gradients, and what dropout makes of them."""
-        return 1 if not op.gradients else 4 if shape.kind in ("deterministic", "dropout") else 3
+    def truth_sizes(op, shape):
+        """Elements in fp64 that the truth needs, and that of one key/value head of one sample: the scores. Autograd keeps
+        them and makes their gradients, and what dropout makes of them."""
+        copies = 1 if not op.gradients else 4 if shape.kind in ("deterministic", "dropout") else 3
+        of_one = shape.nheads // shape.nheads_k * shape.seqlen_q * shape.seqlen_k
+        return copies * shape.nheads * shape.pairs, copies * of_one
 
     @classmethod
     def has_truth(cls, op, shape, device):
-        heads = shape.nheads // shape.nheads_k
-        return truth_fits(cls.scores_kept(op, shape) * heads * shape.seqlen_q * shape.seqlen_k, device)
+        return truth_fits(cls.truth_sizes(op, shape)[1], device)
 
     def judged(self, x):
         """The part of x (B, H or Hk, S, D) that is compared with the truth. This is all of x if that fits in fp64. Else
         it is the last key/value head of the last sample, or the query heads that read it."""
-        if truth_fits(self.scores_kept(self.op, self.shape) * self.elements(self.shape), self.device):
-            return x
-        return x[-1:, -(x.shape[1] // self.shape.nheads_k):]
+        return x if truth_fits(self.truth_sizes(self.op, self.shape)[0], self.device) else self.one_head(x[-1:])
+
+    def one_head(self, x):
+        return x[:, -(x.shape[1] // self.shape.nheads_k):]
 
     # What is measured.
 
@@ -379,17 +378,9 @@ class Matmul(Case):
         self.bytes = a.nbytes + b.nbytes + self.out_bytes
         self.truth = self.tolerance = None
         if self.has_truth(op, self.shape, device):
-            self.truth = a.double() @ b.double()
-            self.tolerance = allowed_error(a @ b, self.truth)
+            self.truth = (a.double() @ b.double(),)
+            self.tolerance = (allowed_error(a @ b, *self.truth),)
 
     @staticmethod
-    def elements(shape):
-        m, n, k = shape
-        return m * k + k * n + m * n
-
-    @classmethod
-    def has_truth(cls, op, shape, device):
-        return truth_fits(cls.elements(shape), device)
-
-    def judged(self, x):
-        return x
+    def truth_sizes(op, shape):
+        return (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n,) * 2

@@ -107,11 +107,11 @@ def repeated(k, v, times):
 def torch_varlen(q, k, v, call):
     """varlen_attn of torch, FlashAttention-2. Where it has no enable_gqa, keys are repeated outside of what is
     timed."""
-    known = inspect.signature(varlen_attn).parameters
-    keywords = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    keywords = keywords if call.causal else {}
+    known, keywords = inspect.signature(varlen_attn).parameters, {}
+    if call.causal:
+        keywords = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:
-        keywords = keywords | {"enable_gqa": q.shape[1] != k.shape[1]}
+        keywords["enable_gqa"] = q.shape[1] != k.shape[1]
     elif q.shape[1] != k.shape[1]:
         k, v = repeated(k, v, q.shape[1] // k.shape[1])
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))

@@ -1,7 +1,7 @@
 """Pictures of rates and times. draw() puts into each a digest of what it was drawn from.
 
 rates() shows the rows of a run, as its JSON has them. Shapes that differ in their length alone are lines over S, or
-points over the bytes of a cache. All others are bars: groups by shape, or by implementation where scores change.
+points over the bytes of a cache. All others are bars.
 
 Each implementation looks the same in every picture of the project. The colors are those of Okabe and Ito
 (jfly.uni-koeln.de/color), completed by the "muted" ones of Paul Tol (personal.sron.nl/~pault): readers with any color
@@ -240,7 +240,7 @@ def rates(rows, title, ceilings):
     if lines:
         draw_all(next(places).subplots(rows, columns, sharey=True, squeeze=False), lines, ceilings)
     if bars:
-        same_shapes = all(x.shapes == bars[0].shapes and "score" not in x.rows[0] for x in bars)
+        same_shapes = all(x.shapes == bars[0].shapes for x in bars)
         draw_all(next(places).subplots(1, len(bars), sharex=True, sharey=same_shapes, squeeze=False), bars, ceilings)
     legend(figure)
     figure.suptitle(title)
@@ -254,8 +254,7 @@ def draw_all(axes, panels, ceilings):
         ax.remove()
     for ax, panel in zip(axes, panels):
         ceiling = ceilings.get(panel.rows[0]["dtype"])  # in the dtype that the title names
-        draw_panel = draw_sweep if panel.is_sweep else draw_scores if "score" in panel.rows[0] else draw_bars
-        draw_panel(ax, panel)
+        (draw_sweep if panel.is_sweep else draw_bars)(ax, panel)
         if ceiling and panel.is_sweep:
             dtype = f", {panel.rows[0]['dtype']}" * (len({row["dtype"] for row in panel.rows}) > 1)
             ax.axhline(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label + dtype)
@@ -316,44 +315,27 @@ def draw_sweep(ax, panel):
 
 
 def draw_bars(ax, panel):
-    """Shapes from top to bottom, and for each a bar of each implementation, with the speed-up over the baseline."""
+    """Shapes from top to bottom, and for each a bar of each implementation. Beside a bar stand its rate and its speed-up
+    over the baseline, or over the same implementation without a score."""
     impls, count = panel.impls, len(panel.results)
     baseline = next((impl for impl in BASELINES if impl in impls), None)
+    sizes = [words(parts(row) | {"score": ""}) for row in panel.rows]
+    plain = {x: rows for x, row, rows in zip(sizes, panel.rows, panel.results) if row.get("score") == "none"}
     height = 0.8 / max(1, len(impls))
     for i, impl in enumerate(impls):
-        values = [rows[impl][panel.rate] or math.nan for rows in panel.results]
-        factors = [impl != baseline and speedup(rows, impl, baseline) for rows in panel.results]
-        bars_of(ax, impl, [y + (i + 0.5) * height - 0.4 for y in range(count)], values, factors, height)
+        style, values = STYLES[impl], [rows[impl][panel.rate] or math.nan for rows in panel.results]
+        factors = [rows is not plain.get(x) and value / (plain.get(x, rows)[impl][panel.rate] or math.nan) if plain else
+                   impl != baseline and speedup(rows, impl, baseline)
+                   for x, value, rows in zip(sizes, values, panel.results)]
+        bars = ax.barh([y + (i + 0.5) * height - 0.4 for y in range(count)], values, height, label=style.label,
+                       edgecolor=style.color, facecolor=style.color if style.is_ours else (style.color, 0.2))
+        ax.bar_label(bars, ["" if math.isnan(x) else number(x) + (f" ({factor:.2f}×)" if factor else "")
+                            for x, factor in zip(values, factors)], padding=3, fontsize=8,
+                     bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
     ax.set_yticks(range(count), panel.shapes)
     ax.set_ylim(count - 0.5, -0.5)
-    ax.set_xlabel(RATES[panel.rate] + (f" (× {STYLES[baseline].label.partition(' (')[0]})" if baseline else ""))
-
-
-def draw_scores(ax, panel):
-    """Implementations from top to bottom, and for each a bar of each shape that it serves, with its speed over that of
-    the same shape without a score."""
-    ticks, y = {}, 0
-    for impl in panel.impls:
-        served = {name: rows[impl] for name, rows in zip(panel.shapes, panel.results) if rows[impl]["tflops"]}
-        plain = {words(parts(row) | {"score": ""}): row["tflops"] for row in served.values() if row["score"] == "none"}
-        factors = [row["score"] != "none" and row["tflops"] / plain.get(words(parts(row) | {"score": ""}), math.inf)
-                   for row in served.values()]
-        bars_of(ax, impl, range(y, y + len(served)), [row["tflops"] for row in served.values()], factors, 0.8)
-        ticks |= dict(zip(range(y, y + len(served)), served))
-        y += len(served) + 1  # a gap between the groups
-    ax.set_yticks(list(ticks), list(ticks.values()))
-    ax.set_ylim(y - 1.5, -0.5)
-    ax.set_xlabel("TFLOP/s (× score none)")
-
-
-def bars_of(ax, impl, places, values, factors, height):
-    """Draws the bars of one implementation. Beside each bar stand its rate and, if there is one, its factor."""
-    style = STYLES[impl]
-    bars = ax.barh(places, values, height, label=style.label, edgecolor=style.color,
-                   facecolor=style.color if style.is_ours else (style.color, 0.2))
-    ax.bar_label(bars, ["" if math.isnan(x) else number(x) + (f" ({factor:.2f}×)" if factor else "")
-                        for x, factor in zip(values, factors)], padding=3, fontsize=8,
-                 bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
+    over = "score none" if plain else baseline and STYLES[baseline].label.partition(" (")[0]
+    ax.set_xlabel(RATES[panel.rate] + (f" (× {over})" if over else ""))
 
 
 # Other pictures.
