@@ -132,7 +132,7 @@ def elsewhere(rows, name, impl, peer, base, which):
 
 
 def both_passes():
-    """Rows with the sum of the times of the forward and the backward pass, which were timed apart, up to head_dim 128."""
+    """Rows with the sum of the times of both passes, which were timed apart, up to head_dim 128."""
     size = "head_dim", "causal", "seqlen_q"
     forward = settings("triton", *size, dtype="bfloat16")
     backward = settings("backward", *size, tokens=16384)

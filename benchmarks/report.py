@@ -32,7 +32,7 @@ GOALS = [
       for score, goal in (("softcap", 0.85), ("alibi", 0.85), ("bias", 0.7), ("mask", 0.8))),
     ("serving.cuda:attention_us,op=decode_step / cuda:within_us", None, 0.9),
 ]
-HOST = ("host_forward", "torch:flash"), ("host", "torch:cudnn")  # a record, and a peer that should take the host as long
+HOST = ("host_forward", "torch:flash"), ("host", "torch:cudnn")  # a record, and a peer whose host time is the goal
 
 
 def lines():

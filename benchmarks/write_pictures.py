@@ -35,7 +35,8 @@ def run(name):
 
 def training(name):
     content = record(name)
-    return train_tiny_gpt.loss_curves, content["losses"], content["tokens_per_s"], train_tiny_gpt.title_of(content["meta"])
+    title = train_tiny_gpt.title_of(content["meta"])
+    return train_tiny_gpt.loss_curves, content["losses"], content["tokens_per_s"], title
 
 
 def ladder(name):

@@ -109,8 +109,9 @@ def decode_pages():
 
 
 def decode_more():
-    rows = [row for row in of("decode") if (row["seqlen_q"], row["lengths"]) != (1, "full") or row["page_size"] in (1, 8)]
-    return decode(rows, "B|S=seqlen_k|tokens=seqlen_q|page|lengths", ("cuda", "triton", "cuDNN", "FA2"))
+    """All other calls."""
+    others = [row for row in of("decode") if row["page_size"] in (1, 8) or (row["seqlen_q"], row["lengths"]) != (1, "full")]
+    return decode(others, "B|S=seqlen_k|tokens=seqlen_q|page|lengths", ("cuda", "triton", "cuDNN", "FA2"))
 
 
 def append():
@@ -123,9 +124,9 @@ def append():
 
 
 def mixed():
-    return speeds([dict(row, page_size=row["page_size"] or None) for row in of("mixed")], "page", "|".join(
-        f"{x}, one call={x}|{x}, two calls={x}:apart|{x}, with `flash_attention`={x}:dense" for x in ("cuda", "triton")),
-        "us", ".1f")
+    ways = {"one call": "", "two calls": ":apart", "with `flash_attention`": ":dense"}
+    columns = "|".join(f"{x}, {name}={x}{way}" for x in ("cuda", "triton") for name, way in ways.items())
+    return speeds([dict(row, page_size=row["page_size"] or None) for row in of("mixed")], "page", columns, "us", ".1f")
 
 
 def backward_variants():
@@ -200,9 +201,9 @@ def tflops(impl, setting):
 def ladder(dtype):
     setting, steps = LADDER[dtype]
     speed = [tflops(impl, setting) for *_, impl in steps]
-    return table(["What runs", "Arithmetic", "TFLOP/s", "× row above"],
-                 [[name if name == PYTORCH else f"`{name}`", arithmetic, f"{x:.0f}", f"{x / before:.2f}" if before else ""]
-                  for (name, arithmetic, _), x, before in zip(steps, speed, (None, *speed))])
+    lines = [[name if name == PYTORCH else f"`{name}`", arithmetic, f"{x:.0f}", f"{x / before:.2f}" if before else ""]
+             for (name, arithmetic, _), x, before in zip(steps, speed, (None, *speed))]
+    return table(["What runs", "Arithmetic", "TFLOP/s", "× row above"], lines)
 
 
 def ladder_backward():
@@ -225,8 +226,8 @@ TABLES = {
     "backward_fa3": lambda: speeds(of("backward_fa3"), SIZE, "sm90|FA3|cuDNN|sm90 / FA3|sm90 / cuDNN"),
     "heads": lambda: speeds(of("heads"), "B|H|Hk|S|D|causal", "sm90|cuDNN|sm90 / cuDNN"),
     "ampere": lambda: speeds(shorter(of("sm80", dtype="bfloat16")), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
-    "varlen": lambda: packed("varlen", "forward", "sm90|sm80|triton|varlen_attn|sm90 / varlen_attn|triton / varlen_attn",
-                             "sm90"),
+    "varlen": lambda: packed("varlen", "forward", "sm90|sm80|triton|varlen_attn|sm90 / varlen_attn"
+                             "|triton / varlen_attn", "sm90"),
     "varlen_backward": lambda: packed("varlen_backward", "backward", "sm80|triton|varlen_attn|sm80 / varlen_attn"
                                       "|triton / varlen_attn", "sm80"),
     "window": lambda: speeds(of("window", op="window"), "window=window_size|S|causal",

@@ -141,11 +141,12 @@ def gradients_of(forward, q, k, v, dout):
 
 
 class Case:
-    """One setting of attention, forward or with gradients. truth and tolerance are tuples, for dq, dk and dv where there
-    are gradients. They are None where even one head in fp64 would not fit."""
+    """One setting of attention, forward or with gradients. truth and tolerance are tuples, for dq, dk and dv of
+    gradients. They are None where even one head in fp64 would not fit."""
 
-    passes = {None: ("forward", 1), backward_of: ("backward", 2.5),  # five products instead of two: Q Kᵀ is formed again
-              step_of: ("forward_backward", 3.5)}
+    # {gradients: (op of rows, FLOPs over those of a forward pass)}. A backward pass has five products, as it forms Q Kᵀ
+    # again, and a forward pass has two.
+    passes = {None: ("forward", 1), backward_of: ("backward", 2.5), step_of: ("forward_backward", 3.5)}
 
     def __init__(self, op, setting, device):
         self.op, self.device = op, device
@@ -293,8 +294,8 @@ class Case:
 
     @staticmethod
     def truth_sizes(op, shape):
-        """Elements in fp64 that the truth needs, and that of one key/value head of one sample: the scores. Autograd keeps
-        them and makes their gradients, and what dropout makes of them."""
+        """Elements in fp64 that the truth needs, and that of one key/value head of one sample: the scores. Autograd
+        keeps them and makes their gradients, and what dropout makes of them."""
         copies = 1 if not op.gradients else 4 if shape.kind in ("deterministic", "dropout") else 3
         of_one = shape.nheads // shape.nheads_k * shape.seqlen_q * shape.seqlen_k
         return copies * shape.nheads * shape.pairs, copies * of_one

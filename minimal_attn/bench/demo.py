@@ -49,7 +49,8 @@ def run(with_profile=False):
         megabytes = Path(load().__file__).stat().st_size / 1e6
         console.print(f"csrc is built ({megabytes:.1f} MB). Its kernels here: {', '.join(kernels)}", soft_wrap=True)
     options = ["--shape", SHAPES[device], "--seqlens", "", "--dtype", ",".join(DTYPES), "--impls", ",".join(names)]
-    demo = Run(parse_args("minimal-attn demo", options, device, ""), device, environment(device, "minimal-attn", ["demo"]))
+    args = parse_args("minimal-attn demo", options, device, "")
+    demo = Run(args, device, environment(device, "minimal-attn demo", options))
     able = {dtype: demo.check(Setting(demo.checked, dtype))[1] for dtype in DTYPES}
     if device == "cuda":
         demo.time_all()
@@ -71,7 +72,7 @@ def verdict(rows, dtype):
                       key=lambda row: row["ms"], default=None) for is_ours in (True, False))
     if ours is None or peer is None:
         return f"{dtype}: {'none of ours' if ours is None else 'no peer'} was timed."
-    ratio = peer["ms"] / ours["ms"]
+    ratio, peer = peer["ms"] / ours["ms"], f"{peer['impl']}, the fastest peer."
     if ratio >= 1:
-        return f"{dtype}: {ours['impl']} is {ratio:.2f} times as fast as {peer['impl']}, the fastest peer."
-    return f"{dtype}: ours is slower, {ours['impl']} reaches {ratio:.2f} of the speed of {peer['impl']}, the fastest peer."
+        return f"{dtype}: {ours['impl']} is {ratio:.2f} times as fast as {peer}"
+    return f"{dtype}: ours is slower, {ours['impl']} reaches {ratio:.2f} of the speed of {peer}"

@@ -210,12 +210,13 @@ def host_cost(gradients):
                              scaled_dot_product_attention)
     if not gradients:
         calls = {name: lambda f=f: f(q, q, q) for name, f in {"flash_attention": flash_attention, **by_torch}.items()}
-        calls |= {"flash_attn_func": lambda: flash_attn_func(rows, rows, rows),
-                  "flash_attn_varlen_func": lambda: flash_attn_varlen_func(packed, packed, packed, bounds, bounds, 64, 64),
+        calls |= {"flash_attn_func": lambda: flash_attn_func(rows, rows, rows), "flash_attn_varlen_func": lambda:
+                  flash_attn_varlen_func(packed, packed, packed, bounds, bounds, 64, 64),
                   "empty_like": lambda: torch.empty_like(q)}
         with torch.no_grad():
             return host_us(calls, contexts)
     qkv = [x.requires_grad_() for x in (q, k, v)]
     forwards = {"flash_attention": flash_attention, "cuda:sm80": functools.partial(flash_attention, backend="cuda"),
                 "triton": functools.partial(flash_attention, backend="triton"), **by_torch}
-    return host_us({name: lambda f=f: torch.autograd.grad(f(*qkv), qkv, dout) for name, f in forwards.items()}, contexts)
+    steps = {name: lambda f=f: torch.autograd.grad(f(*qkv), qkv, dout) for name, f in forwards.items()}
+    return host_us(steps, contexts)

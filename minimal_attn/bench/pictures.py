@@ -189,10 +189,10 @@ def by_setting(rows):
 def of_run(rows, meta):
     """The arguments of draw() for the rows of a run: what makes the figure, the rows, a title with the names of ours,
     and {dtype: TFLOP/s of a matmul}."""
-    ours = [STYLES[impl].label.removesuffix(" (ours)") for impl in measured_in(by_setting(rows)) if STYLES[impl].is_ours]
-    names = f" ({', '.join(ours)})" if ours else ""
+    shown = [STYLES[impl] for impl in measured_in(by_setting(rows))]
+    ours = ", ".join(style.label.removesuffix(" (ours)") for style in shown if style.is_ours)
     op = {"forward": "attention", "sinks": "window"}.get(rows[0]["op"], rows[0]["op"])
-    title = f"{OPS[op].title}{names} {place(meta, {row['dtype'] for row in rows})}"
+    title = f"{OPS[op].title}{f' ({ours})' * bool(ours)} {place(meta, {row['dtype'] for row in rows})}"
     return rates, rows, title, meta.get("matmul_tflops", {})
 
 
@@ -315,8 +315,8 @@ def draw_sweep(ax, panel):
 
 
 def draw_bars(ax, panel):
-    """Shapes from top to bottom, and for each a bar of each implementation. Beside a bar stand its rate and its speed-up
-    over the baseline, or over the same implementation without a score."""
+    """Shapes from top to bottom, and for each a bar of each implementation. Beside a bar stand its rate and its speed
+    over that of the baseline, or of the same implementation without a score."""
     impls, count = panel.impls, len(panel.results)
     baseline = next((impl for impl in BASELINES if impl in impls), None)
     sizes = [words(parts(row) | {"score": ""}) for row in panel.rows]
@@ -357,7 +357,8 @@ def bars(panels, title, label, columns):
         ax.bar_label(rest, texts, padding=3, bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
         if ceiling:
             ax.axvline(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label, zorder=0)
-        ax.set(ylim=(len(values) - 0.5, -0.5), xlim=(0, 1.1 * max(ceiling, *lengths) if ceiling else 1.5 * max(lengths)))
+        longest = 1.1 * max(ceiling, *lengths) if ceiling else 1.5 * max(lengths)
+        ax.set(ylim=(len(values) - 0.5, -0.5), xlim=(0, longest))
         dress(ax, heading, "x")
     for ax in axes[-1]:
         ax.set_xlabel(label)

@@ -87,7 +87,8 @@ def test_run_with_every_file(tmp_path):
     ("--causal", ["--shape", "1,1,9,8,1,8", "--causal"]), ("--dropout-p", ["--op", "backward", "--dropout-p", "0.1,1"]),
     ("--impls", ["--impls", "manual,cuda:none"]), ("--json", ["--json", "nowhere/x.json"]),
     ("--shape", ["--op", "decode", "--shape", "1,2,1,4,2,30 page 8"]),
-    ("--shape", ["--op", "append", "--shape", "1,2,2,4"]), ("--shape", ["--op", "mixed", "--shape", "1,2,1,4"])], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+    ("--shape", ["--op", "append", "--shape", "1,2,2,4"]), ("--shape", ["--op", "mixed", "--shape", "1,2,1,4"]),
+], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 def test_bad_options(argument, options, monkeypatch, capsys):
     monkeypatch.setattr(bench, "environment", None)
     with pytest.raises(SystemExit, match="2"):
