@@ -8,8 +8,7 @@ forward: without gradients, with the logits of the last token alone, so that the
 step: forward pass, loss of all tokens and backward pass. There is no optimizer, which is the same for all of them.
 
 Beside the time of a pass stands that of its attention kernels by torch's profiler. On a CPU the model is tiny, for the
-tests. Before anything is timed, every implementation is compared with eager attention in fp32. Read next:
-../minimal_attn/integrations/transformers.py; write_tables.py, whose block `models` shows the record.
+tests. Before anything is timed, every implementation is compared with eager attention in fp32.
 """
 
 import argparse
@@ -31,6 +30,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from minimal_attn import _build, activated  # noqa: E402
+from minimal_attn.bench.cases import count  # noqa: E402
 from minimal_attn.bench.measure import WrongResult, environment  # noqa: E402
 from minimal_attn.cli import guarded  # noqa: E402
 from minimal_attn.integrations.transformers import register  # noqa: E402
@@ -60,9 +60,8 @@ CHECKED = {"cuda": 512, "cpu": 64}  # the length at which results are compared: 
 PROMPT, NEW_TOKENS = 32, 8  # of the greedy generation that is compared
 REPS = 3  # timed calls of an implementation in each round
 
-# Which kernels are those of attention, by their names. Ours are in the namespaces of csrc; torch's are those of
-# FlashAttention-2 (pytorch_flash::flash_fwd_kernel), cuDNN (cudnn_generated_..._sdpa_..., cudnn::fusion::...) and
-# memory-efficient attention (fmha_cutlassF_...). A Llama has no other use for cuDNN.
+# Kernels of attention, by their names. Ours are in the namespaces of csrc; torch's are those of FlashAttention-2, cuDNN
+# (cudnn_generated_..._sdpa_..., cudnn::fusion::...) and memory-efficient attention (fmha_cutlassF_...).
 OUR_KERNELS = re.compile(r"(void )?(sm90|sm80|dmma|simt)::")
 TORCH_KERNELS = re.compile("flash|sdpa|fmha|cudnn", re.IGNORECASE)
 OPS = re.compile("aten::_?scaled_dot_product|minimal_attn::")  # on a CPU, which has no kernels to name
@@ -152,23 +151,15 @@ def attention_ms(call, device):
         call()
         if device == "cuda":
             torch.cuda.synchronize()
-    if device == "cuda":
-        spans = [(event.time_range.start, event.time_range.end) for event in prof.events()
-                 if event.device_type == DeviceType.CUDA and is_attention_kernel(event.name)]
-    else:
-        spans = [(event.time_range.start, event.time_range.end) for event in prof.events() if is_outermost(event)]
-    if not spans:
+    events = [event for event in prof.events() if (is_outermost(event) if device == "cpu" else
+              event.device_type == DeviceType.CUDA and is_attention_kernel(event.name))]
+    if not events:
         raise RuntimeError("the profiler saw no attention: how are its kernels called here?")
-    return covered(spans) / 1e3
-
-
-def covered(spans):
-    """How much of a line its spans (begin, end) cover. Kernels overlap where one begins while another ends."""
     total, last = 0, -math.inf
-    for begin, end in sorted(spans):
-        total += max(0, end - max(begin, last))
+    for begin, end in sorted((event.time_range.start, event.time_range.end) for event in events):
+        total += max(0, end - max(begin, last))  # kernels overlap where one begins while another ends
         last = max(last, end)
-    return total
+    return total / 1e3
 
 
 def is_attention_kernel(name):
@@ -177,12 +168,10 @@ def is_attention_kernel(name):
 
 def is_outermost(event):
     """Whether it is an op of attention that no other op of attention has called."""
-    if not OPS.match(event.name):
-        return False
-    while (event := event.cpu_parent) is not None:
-        if OPS.match(event.name):
-            return False
-    return True
+    parent = event.cpu_parent
+    while parent is not None and not OPS.match(parent.name):
+        parent = parent.cpu_parent
+    return bool(OPS.match(event.name)) and parent is None
 
 
 def measure(model, impls, which, seqlen, rounds, device):
@@ -190,14 +179,14 @@ def measure(model, impls, which, seqlen, rounds, device):
     so that a change of the GPU's clock meets all of them alike."""
     run, tokens = {"forward": forward, "step": step}[which], make_tokens(seqlen, device)
     times, of_attention = {name: [] for name in impls}, {}
-    for name, impl in impls.items():
-        with using(model, impl):
-            run(tokens, model)  # the warm-up: builds, tunes, makes workspaces
-            of_attention[name] = attention_ms(lambda: run(tokens, model), device)
-    for _ in range(rounds):
+    for i in range(1 + rounds):
         for name, impl in impls.items():
             with using(model, impl):
-                times[name].append(benchmark_fn(run, tokens, model, warmup=0, rep=REPS)[0])
+                if i:
+                    times[name].append(benchmark_fn(run, tokens, model, warmup=0, rep=REPS)[0])
+                else:
+                    run(tokens, model)  # the warm-up: builds, tunes, makes workspaces
+                    of_attention[name] = attention_ms(lambda: run(tokens, model), device)
     model.zero_grad()
     return {name: (median(times[name]), of_attention[name]) for name in impls}
 
@@ -216,12 +205,6 @@ def make_rows(model, impls, seqlens, rounds, device):
                 print(f"{which:7} {seqlen:6} {name:12} {ms:8.2f} ms, {of_attention:8.2f} ms of it attention, "
                       f"{measured['sdpa'][0] / ms:.3f} times as fast as sdpa", flush=True)
     return rows
-
-
-def count(text):
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
 
 
 def main(argv=None):

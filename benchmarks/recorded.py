@@ -1,137 +1,197 @@
-"""Code that write_tables.py and ladder_tables.py share: reading the recorded results, comparing them, writing Markdown.
+"""The recorded results: rows of benchmarks/h200/*.json, ratios of their speeds, and the numbers that pages quote.
 
-settings() returns {setting: {impl: row}}, where a row is one measured line of benchmarks/h200/*.json.
+A quantity is written as in `forward.sm90,S>=2048 / cuDNN`: the speed of one implementation over that of another in each
+setting that both have. Conditions follow after commas and hold for both sides, but a column that both sides name may
+differ: `forward.sm90,dtype=float16 / sm90,dtype=bfloat16`. `sm90:max_err / FA2:max_err` is a ratio of columns, and
+`forward.sm90:tflops` a column alone. Only bf16 counts where a record has it and no condition names dtype.
 """
 
 import json
+import operator
 import re
-import textwrap
+from functools import cache
 from pathlib import Path
 from statistics import geometric_mean
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-
-SIZE = "head_dim", "causal", "seqlen_q"
-SHAPE = "batch_size", "nheads", "seqlen_q", "head_dim"
 NAMES = {"cuda:sm90": "sm90", "cuda:sm80": "sm80", "cuda:dmma": "dmma", "cuda:simt": "simt", "torch:flash": "FA2",
          "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "torch:varlen": "varlen_attn",
          "flex": "Flex", "flash_attn_interface": "FA3"}
-USUAL = {"deterministic": False, "dropout_p": 0.0}  # also where a row does not have them
-PASSES = {"forward": "forward pass", "step": "training step"}  # of a whole model
+COLUMNS = {"B": "batch_size", "H": "nheads", "Hk": "nheads_k", "S": "seqlen_q", "D": "head_dim", "page": "page_size"}
+MEASURED = {"impl", "ms", "ms_p20", "ms_p80", "us", "tflops", "gbps", "read_gbps", "peak_mb", "max_err", "attention_ms",
+            "attention_us", "step_us", "without_attention_us", "within_us", "of_matmul", "matmul_us"}
+# The dense length whose speed a packed batch is compared with.
+DENSE = {"16 of 64..4096": 2048, "32 x 512": 512, "8192 + 64 x 128": 8192}
+OPERATORS = {"=": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le}
 
 
-# Reading.
-
+@cache
 def record(name):
-    return json.loads((ROOT / "benchmarks/h200" / f"{name}.json").read_text())
-
-
-def is_recorded(name):
-    """Whether there is such a record. A block of one that is not there yet is empty."""
-    return (ROOT / "benchmarks/h200" / f"{name}.json").exists()
+    """The JSON of a record; its meta has the number of rounds. "tests" is the record of the tests on a GPU."""
+    if name == "tests":
+        return {"meta": gpu_record()}
+    content = json.loads((ROOT / "benchmarks/h200" / f"{name}.json").read_text())
+    found = re.search(r"--rounds (\d+)", content["meta"]["command"])
+    content["meta"].setdefault("rounds", int(found[1]) if found else 1)
+    if name == "host_forward":  # how many times as long as in the other run, or as short
+        other, one = record("sm80")["meta"]["host_us"], content["meta"]["host_us"]
+        content["meta"]["apart"] = max(max(one[x] / other[x], other[x] / one[x]) for x in one.keys() & other.keys())
+    return content
 
 
 def gpu_record():
-    """(what is the same for all parts, {name: what a test handed over}) of the tests that ran on a GPU."""
+    """Facts of the tests that ran on a GPU, and what they handed over."""
     suites = [ElementTree.parse(file).getroot()[0] for file in sorted((ROOT / "tests/gpu_record").glob("*.xml"))]
-    machine = {x.get("name"): x.get("value") for x in suites[0].find("properties")}
-    for outcome in ("tests", "skipped", "time"):
-        machine[outcome] = sum(float(suite.get(outcome)) for suite in suites)
-    handed_over = {x.get("name"): x.get("value") for suite in suites for x in suite.iterfind("testcase//property")}
-    return machine, handed_over
+    tests, skipped, seconds = (sum(float(x.get(key)) for x in suites) for key in ("tests", "skipped", "time"))
+    found = {x.get("name"): float(x.get("value")) for suite in suites for x in suite.iterfind("testcase//property")}
+    return {"passed": tests - skipped, "skipped": skipped, "minutes": seconds / 60,
+            "library_mb": found["MB of the built library"],
+            "build_seconds": next(x for name, x in found.items() if name.startswith("seconds of the JIT build")),
+            "kib": max(x for name, x in found.items() if name.startswith("bytes beyond inputs")) / 1024}
 
 
-def settings(name, *keys, **only):
-    """{values of keys: {impl: row}} of the rows of a record that were measured and have the values `only`, and those of
-    USUAL where keys and `only` name no others."""
-    found, only = {}, {key: value for key, value in USUAL.items() if key not in keys} | only
-    for row in record(name)["rows"]:
-        row = USUAL | row
-        if row["ms"] and all(row[key] == value for key, value in only.items()):
-            found.setdefault(tuple(hashable(row[key]) for key in keys), {})[row["impl"]] = row
+# Rows.
+
+@cache
+def rows_of(name):
+    """The measured rows of a record, with the columns and implementations that tables and pages compare by."""
+    if name == "peers":
+        return peers()
+    if name == "both":
+        return both_passes()
+    rows = [dict(row, impl=NAMES.get(row["impl"], row["impl"])) for row in record(name)["rows"]
+            if row.get("ms", True)]
+    if name == "decode":  # the read beside each call is the fastest one of as many bytes in the run
+        for row in rows:
+            row["mb"] = round(row["ms"] * row["gbps"])
+        reads = sorted((row for row in rows if row["impl"] == "read"), key=lambda row: row["ms"])
+        for row in reads:
+            row |= {key: next(x[key] for x in reads if x["mb"] == row["mb"]) for key in ("ms", "gbps")}
+    for row in rows:
+        if row.get("tflops"):
+            row |= {"us": 1e3 * row["ms"], "tokens": row.get("batch_size", 0) * row.get("seqlen_q", 0)}
+            if ceiling := record(name)["meta"].get("matmul_tflops", {}).get(row["dtype"]):
+                row["of_matmul"] = row["tflops"] / ceiling
+                row["matmul_us"] = row["us"] * row["of_matmul"]
+        if name.startswith("varlen"):  # a packed batch is as the dense one beside it
+            row |= {"batch_size": None, "tokens": None, "seqlen_q": DENSE.get(row.get("lengths"), row["seqlen_q"])}
+            row["seqlen_k"] = row["seqlen_q"]
+        elif row.get("op") == "decode_step":
+            row["within_us"] = row["step_us"] - row["without_attention_us"]
+    if name == "triton":
+        rows += fastest_of(rows, "best", ("Flex", "FA2"))
+    if name == "fp32":
+        rows += fastest_of(rows, "ours", ("dmma",)) + [dict(row, impl="ours") for row in rows
+                                                       if row["impl"] == "simt" and row["head_dim"] > 128]
+    if name == "forward":
+        rows += elsewhere(rows, "best", "cuDNN", "best", "cudnn", "forward")
+    if name.endswith("_fa3"):
+        rows += elsewhere(rows, "FA4", "FA3", "fa4", "fa3", name.removesuffix("_fa3"))
+        rows += fastest_of(rows, "best", ("cuDNN", "FA3", "FA4"))
+    return rows
+
+
+def by_setting(rows, *columns, **only):
+    """{values of columns: {impl: row}} of the rows that have the values `only`."""
+    found = {}
+    for row in rows:
+        if all(row.get(key) == value for key, value in only.items()):
+            setting = tuple(tuple(row[x]) if isinstance(row[x], list) else row[x] for x in columns)
+            found.setdefault(setting, {})[row["impl"]] = row
     return found
 
 
-def hashable(value):
-    return tuple(value) if isinstance(value, list) else value
+def settings(name, *columns, **only):
+    return by_setting(rows_of(name), *columns, **only)
 
 
-def rounds(name):
-    """How many rounds a record has: one, if its command names no number."""
-    found = re.search(r"--rounds (\d+)", record(name)["meta"]["command"])
-    return found[1] if found else "1"
+def fastest_of(rows, name, impls):
+    """Rows called `name`: in each setting the fastest row of impls."""
+    columns = [x for x in rows[0] if x not in MEASURED]
+    return [dict(min((of[x] for x in impls if x in of), key=lambda row: row["ms"]), impl=name)
+            for of in by_setting(rows, *columns).values() if any(x in of for x in impls)]
 
 
-# Comparing rows.
-
-def ratio(rows, ours, peer):
-    """The speed of ours divided by that of peer."""
-    return rows[peer]["ms"] / rows[ours]["ms"]
-
-
-def ratios(rows_of, ours, peer):
-    """{setting: ratio} of the settings that have both."""
-    return {setting: ratio(rows, ours, peer) for setting, rows in rows_of.items() if ours in rows and peer in rows}
+def peers():
+    """Rows of peers.json, measured on another H200. ms is one over TFLOP/s, for ratios."""
+    content = json.loads((ROOT / "benchmarks/peers.json").read_text())
+    rows = [{"impl": impl, "pass": which, "head_dim": row["head_dim"], "causal": row["causal"],
+             "seqlen_q": row["seqlen"], "ms": 1 / row[impl]}
+            for which, key in (("forward", "rows"), ("backward", "backward")) for row in content[key]
+            for impl in ("cudnn", "fa3", "fa4") if row.get(impl)]
+    return rows + fastest_of(rows, "best", ("cudnn", "fa3", "fa4"))
 
 
-def speed_in_step(row):
-    """The speed of attention within a decode step, over its speed alone, in a row of serving.json."""
-    return row["attention_us"] / (row["step_us"] - row["without_attention_us"])
+def elsewhere(rows, name, impl, peer, base, which):
+    """Rows called `name`, an estimate: those of impl, as much faster as peer is than base on the other H200."""
+    found = settings("peers", "head_dim", "causal", "seqlen_q", **{"pass": which})
+    pairs = [(row, found.get((row["head_dim"], row["causal"], row["seqlen_q"]), {})) for row in rows
+             if row["impl"] == impl and row["dtype"] == "bfloat16"]
+    return [dict(row, impl=name, ms=row["ms"] * x[peer]["ms"] / x[base]["ms"]) for row, x in pairs if peer in x]
 
 
-def mean(values):
-    return f"{geometric_mean(values.values()):.2f}"
+def both_passes():
+    """Rows with the sum of the times of both passes, which were timed apart, up to head_dim 128."""
+    size = "head_dim", "causal", "seqlen_q"
+    forward = settings("triton", *size, dtype="bfloat16")
+    backward = settings("backward", *size, tokens=16384)
+    return [dict(zip(size, x), impl=impl, ms=forward[x][impl]["ms"] + row["ms"]) for x, rows in backward.items()
+            if x in forward and x[0] <= 128 for impl, row in rows.items() if impl in forward[x]]
 
 
-def span(values):
-    return f"{min(values.values()):.2f} to {max(values.values()):.2f}"
+# Quantities.
+
+def side(text, name, inherited):
+    """(name of the record, rows, column or "", {column: condition}) of one side of a quantity."""
+    text, *conditions = text.split(",")
+    text, _, column = text.partition(":")
+    if "." in text:
+        name, text = text.split(".")
+    conditions = [re.fullmatch(r"(\w+)(!=|>=|<=|=)(\S+)", x).groups() for x in conditions]
+    named = {COLUMNS.get(key, key): condition for key, *condition in conditions}
+    rows = [row for row in rows_of(name) if row["impl"] == text]
+    default = {"dtype": ("=", "bfloat16")} if any(row.get("dtype") == "bfloat16" for row in rows) else {}
+    for key, (compare, value) in (default | inherited | named).items():
+        value = {"yes": True, "no": False}.get(value, float(value) if re.fullmatch(r"[\d.]+", value) else value)
+        rows = [row for row in rows if value == "any" or key in row and OPERATORS[compare](row[key], value)]
+    return name, rows, column, named
 
 
-def largest_error(rows_of, ours, peer):
-    """The largest error of ours, as a multiple of that of peer in the same setting."""
-    return max(rows[ours]["max_err"] / rows[peer]["max_err"] for rows in rows_of.values())
+def values(quantity):
+    """[(row, value)] of a quantity, one for each setting."""
+    first, _, second = (x.strip() for x in quantity.partition(" / "))
+    name, rows, column, named = side(first, None, {})
+    if not second:
+        return [(row, row[column]) for row in rows]
+    _, others, other_column, also_named = side(second, name, named)
+    if not (rows and others):
+        return []
+    columns = (rows[0].keys() & others[0].keys()) - MEASURED - (named.keys() & also_named.keys())
+
+    def setting(row):
+        return tuple(tuple(row[x]) if isinstance(row[x], list) else row[x] for x in columns)
+
+    peer_of = {setting(row): row for row in others}
+    pairs = [(row, peer_of[setting(row)]) for row in rows if setting(row) in peer_of]
+    return [(row, row[column] / peer[other_column] if column else peer["ms"] / row["ms"]) for row, peer in pairs]
 
 
-def peers_elsewhere(name="rows"):
-    """{setting: {peer: TFLOP/s}} of peers.json, measured on another H200. name: "rows" of the forward pass, or
-    "backward"."""
-    return {tuple(row[key] for key in ("head_dim", "causal", "seqlen")): {peer: row[peer] for peer in row if row[peer]}
-            for row in json.loads((ROOT / "benchmarks/peers.json").read_text())[name]}
+STATS = {"mean": geometric_mean, "least": min, "most": max, "count": len, "span": lambda x: (min(x), max(x))}
 
 
-# Writing Markdown.
-
-def paragraph(text):
-    return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False) + "\n"
-
-
-def bullet(text):
-    return textwrap.fill(" ".join(text.split()), 120, initial_indent="- ", subsequent_indent="  ",
-                         break_on_hyphens=False)
-
-
-def table(headings, rows):
-    """Columns of numbers are aligned on the right."""
-    heading, *lines = (f"| {' | '.join(line)} |" for line in (headings, *rows))
-    aligned = ("---:" if all(re.fullmatch(r"[\d.–]*", cell) for cell in column) else "---" for column in zip(*rows))
-    return "\n".join([heading, f"|{'|'.join(aligned)}|", *lines]) + "\n"
-
-
-def tflops(rows, impls):
-    return [f"{rows[impl]['tflops']:.0f}" if impl in rows else "–" for impl in impls]
-
-
-def names(impls):
-    return [NAMES.get(impl, impl) for impl in impls]
-
-
-def speeds(rows_of, impls, pairs, head=("head_dim", "causal", "S")):
-    """A table with a line for each setting: TFLOP/s of impls, then the ratios of the speeds of pairs."""
-    cells = [[*("yes" if x is True else "no" if x is False else str(x) for x in setting), *tflops(rows, impls),
-              *(f"{ratio(rows, *pair):.2f}" for pair in pairs)] for setting, rows in rows_of.items()]
-    return table([*head, *names(impls), *(" / ".join(names(pair)) for pair in pairs)], cells)
-
-
-def by_size(rows_of):
-    return dict(sorted(rows_of.items()))
+def quoted(stat, form, quantity):
+    """The text of a number: STAT [FORMAT]: QUANTITY, or meta [FORMAT]: RECORD.KEY[.KEY]."""
+    if stat == "meta":
+        name, *keys = quantity.split(".")
+        found = record(name)["meta"]
+        for key in keys:
+            found = found[key]
+        return format(found, form or "")
+    numbers = [value for _, value in values(quantity)]
+    if stat == "value":
+        (found,) = numbers
+    else:
+        found = STATS[stat](numbers)
+    form = form or ("d" if stat == "count" else ".2f")
+    return " to ".join(format(x, form) for x in found) if stat == "span" else format(found, form)

@@ -12,8 +12,7 @@ Decode step: four CUDA graphs are replayed, each as often as fills a tenth of a 
  - The calls of attention, each after a read of the weights of a layer, and these reads alone. The difference is what
    attention costs by itself. Without the reads a part of a small cache would still be in L2 from the last replay.
 
-On a CPU the model is tiny, for the tests. Read next: ../examples/generate.py; write_tables.py, whose block `generate`
-shows the record.
+On a CPU the model is tiny, for the tests. Read next: ../examples/generate.py.
 """
 
 import argparse
@@ -36,7 +35,6 @@ from examples.tiny_lm import VOCABULARY, TinyLM  # noqa: E402
 from minimal_attn.bench.measure import environment  # noqa: E402
 from minimal_attn.cli import guarded  # noqa: E402
 from minimal_attn.toolkit.benchmark import benchmark_fn  # noqa: E402
-from recorded import speed_in_step  # noqa: E402
 
 IMPLS = {"cuda": ["cuda", "triton"], "cpu": ["torch"]}  # backends of attention_with_kvcache
 REQUESTS = {"cuda": [1, 2, 4, 8, 16, 32, 64], "cpu": [1, 2]}
@@ -150,16 +148,8 @@ def make_rows(device, impls):
             rows.append({"op": "decode_step", "impl": impl, "samples": samples, "seqlen_k": seqlen_k}
                         | {f"{name}_us": x for name, x in us.items()})
             print(f"{samples:3} samples, {seqlen_k:5} keys {impl:8} step {us['step']:8,.1f} µs, without attention "
-                  f"{us['without_attention']:8,.1f}, attention alone {us['attention']:8,.1f}, its speed in the "
-                  f"step over that alone {speed_in_step(rows[-1]):.2f}", flush=True)
+                  f"{us['without_attention']:8,.1f}, attention alone {us['attention']:8,.1f}", flush=True)
     return rows
-
-
-def transcript(device):
-    """Runs the example and returns the lines that it prints."""
-    with redirect_stdout(io.StringIO()) as printed:
-        generate.main(EXAMPLE[device])
-    return [line.rstrip() for line in printed.getvalue().splitlines()]
 
 
 def main(argv=None):
@@ -171,9 +161,11 @@ def main(argv=None):
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows into it")
     args = parser.parse_args(argv)
     meta = environment(device, "python benchmarks/serving.py", argv)
+    with redirect_stdout(io.StringIO()) as printed:
+        generate.main(EXAMPLE[device])
     meta |= {"model": {name: sizes[device == "cpu"] for name, sizes in generate.MODEL.items()},
              "prompt": PROMPT[device], "new_tokens": NEW[device],
-             "transcript": transcript(device)}
+             "transcript": [*map(str.rstrip, printed.getvalue().splitlines())]}
     rows = make_rows(device, args.impls)
     if args.json:
         args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")

@@ -1,143 +1,108 @@
-"""Draw the pictures of README.md and docs/, and the pages of results, from benchmarks/h200/*.json.
+"""Draw the pictures of README.md and docs/ from benchmarks/h200/*.json.
 
     python benchmarks/write_pictures.py            # draw those that are stale
-    python benchmarks/write_pictures.py --all      # draw all of them
     python benchmarks/write_pictures.py --check    # draw nothing; exit code 1 if one is stale
 
 A picture is stale when the digest that it holds is not that of its numbers and of the code that draws it. A run of
-minimal-attn bench with --plot or --report draws the same pictures.
+minimal-attn bench with --plot draws the same pictures.
 """
 
 import argparse
-import json
 import sys
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-import ladder_tables  # noqa: E402
 from examples import train_tiny_gpt  # noqa: E402
-from minimal_attn.bench import backward, page, pictures  # noqa: E402
-from minimal_attn.bench.measure import Setting  # noqa: E402
-from minimal_attn.bench.options import OPS  # noqa: E402
-from minimal_attn.bench.tables import place  # noqa: E402
-from recorded import PASSES, hashable  # noqa: E402
+from minimal_attn.bench import pictures  # noqa: E402
+from minimal_attn.bench.tables import number  # noqa: E402
+from recorded import NAMES, record  # noqa: E402
+from write_tables import LADDER, tflops  # noqa: E402
 
 FOLDER = ROOT / "benchmarks/h200"
-# Each file, the JSON it shows, and the dtype if it shows only one.
-FILES = {
-    "forward.svg": ("forward", None),
-    "forward_bf16.svg": ("forward", "bfloat16"),
-    "forward.html": ("forward", None),
-    "heads.svg": ("heads", None),
-    "sm80.png": ("sm80", None),
-    "backward.png": ("backward", None),
-    "fp32.png": ("fp32", None),
-    "matmul.png": ("matmul", None),
-    "triton.png": ("triton", None),
-    "triton.html": ("triton", None),
-    "training.png": ("training", None),
-    "training_16k.png": ("training_16k", None),
-    "ladder.svg": ("ladder", None),
-}
-FILES |= {f"{name}.svg": (name, None) for name in ("forward_backward", "varlen", "window", "scores", "decode", "models",
-                                               "serving")
-          if (FOLDER / f"{name}.json").exists()}
-FILES |= {"../h200x2/context_parallel.svg": ("../h200x2/context_parallel", None)}
-SHAPES = {case.op: shape for op in OPS.values() for shape, case in op.CASES.items()}  # by the op of a row
+RUNS = ("forward.svg", "forward_bf16.svg", "heads.svg", "sm80.png", "backward.png", "fp32.png", "matmul.png",
+        "triton.png", "forward_backward.svg", "varlen.svg", "window.svg", "scores.svg", "decode.svg")
+IMPLS = {name: impl for impl, name in NAMES.items()}
 
 
-def results_of(content, only_dtype=None):
-    """(results {setting: {impl: row}}, title, ceilings {dtype: TFLOP/s}) of the JSON of a run of bench."""
-    meta, results = content["meta"], {}
-    op = OPS[{"forward": "attention"}.get(content["rows"][0]["op"], content["rows"][0]["op"])]
+def run(name):
+    """A run of minimal-attn bench, of which forward_bf16 shows only one dtype."""
+    content = record(name.removesuffix("_bf16"))
+    rows = [row for row in content["rows"] if not name.endswith("_bf16") or row["dtype"] == "bfloat16"]
+    return pictures.of_run(rows, content["meta"])
+
+
+def training(name):
+    content = record(name)
+    title = train_tiny_gpt.title_of(content["meta"])
+    return train_tiny_gpt.loss_curves, content["losses"], content["tokens_per_s"], title
+
+
+def ladder(name):
+    peers, panels = [("FlashAttention-2 in torch", "", "sm80.FA2"), ("cuDNN", "", "forward.cuDNN")], {}
+    for dtype, (setting, steps) in LADDER.items():
+        bars = []
+        for step, _, impl in steps + peers * (dtype == "bf16"):
+            speed, is_ours = tflops(impl, setting), step.endswith(".cu")
+            bars.append((step, IMPLS.get(impl.split(".")[1], "manual"), speed, speed * is_ours, f"{speed:.0f}"))
+        file, full = {"fp32": ("fp32", "float32"), "bf16": ("forward", "bfloat16")}[dtype]
+        heading = f"{dtype}: {', '.join(setting.replace('=', ' ').split(',')[:4])}"
+        panels[heading] = sorted(bars, key=lambda bar: bar[2]), record(file)["meta"]["matmul_tflops"][full]
+    return pictures.bars, panels, "Attention forward pass on NVIDIA H200", "TFLOP/s", 1
+
+
+def models(name):
+    """The times of whole models, and solid the part of attention."""
+    panels, content = {}, record(name)
     for row in content["rows"]:
-        if only_dtype in (None, row["dtype"]):
-            is_variant = any(row.get(x) for x in backward.USUAL)
-            shape_class = backward.VariantShape if is_variant else SHAPES[row["op"]]
-            shape = shape_class(*(hashable(row[x]) for x in shape_class._fields))
-            setting = Setting(shape, row["dtype"], row.get("causal", False))
-            results.setdefault(setting, {})[row["impl"]] = row
-    title = pictures.title_of(op.TITLE, results, place(meta, {setting.dtype for setting in results}))
-    return results, title, meta.get("matmul_tflops", {})
-
-
-def panels_of_models(content):
-    """Turns a record of models.py into arguments of plot_models(): {title: {impl: (ms, attention_ms)}}, and the title
-    of the picture."""
-    panels = {}
-    for row in content["rows"]:
-        heading = f"{PASSES[row['pass']]}, {row['seqlen']} tokens"
-        panels.setdefault(heading, {})[row["impl"]] = row["ms"], row["attention_ms"]
+        which = {"forward": "forward pass", "step": "training step"}[row["pass"]]
+        bars, _ = panels.setdefault(f"{which}, {row['seqlen']} tokens", ([], None))
+        text = number(row["ms"]) + (f" ({bars[0][2] / row['ms']:.2f}×)" if bars else "")
+        bars.append((pictures.STYLES[row["impl"]].label, row["impl"], row["ms"], row["attention_ms"], text))
     layers = content["meta"]["model"]["num_hidden_layers"]
-    return panels, f"A Llama of {layers} layers, {content['rows'][0]['dtype']}, on {content['meta']['device']}"
+    return (pictures.bars, panels, f"A Llama of {layers} layers, bfloat16, on {content['meta']['device']}",
+            "ms (solid: attention kernels)", 2)
 
 
-def panels_of_serving(content):
-    """Turns a record of serving.py into arguments of plot_curves(): the curves, the title and the labels."""
-    curves, meta = {}, content["meta"]
-    for row in content["rows"]:
+def serving(name):
+    curves, meta = {}, record(name)["meta"]
+    for row in record(name)["rows"]:
         if row["op"] == "generate":
             curves.setdefault(row["impl"], {})[row["requests"]] = row["tokens_per_s"]
     heading = f"prompts of {meta['prompt']} tokens, {meta['new_tokens']} new ones"
-    return {heading: curves}, f"Continuous batching on {meta['device']}", ("requests at once", "tokens per second")
+    return (pictures.curves, {heading: curves}, f"Continuous batching on {meta['device']}",
+            ("requests at once", "tokens per second"))
 
 
-def panels_of_context_parallel(content):
-    """Turns a record of bench/context_parallel.py into arguments of plot_curves(). Each pass and number of key heads
-    has a panel."""
-    panels, meta = {}, content["meta"]
-    for row in content["rows"]:
+def context_parallel(name):
+    """Each pass and number of key heads has a panel."""
+    panels, meta = {}, record(name)["meta"]
+    for row in record(name)["rows"]:
         if row["efficiency"] is not None:
             heading = f"{row['pass'].replace('_', ' and ')}, {row['nheads_k']} key heads"
             panels.setdefault(heading, {}).setdefault(row["impl"], {})[row["seqlen_q"]] = row["efficiency"]
     title = f"Causal attention on {meta['ranks']} {meta['device']}, {meta['nheads']} heads, D {meta['head_dim']}"
-    return panels, title, ("tokens", "efficiency")
+    return pictures.curves, panels, title, ("tokens", "efficiency")
 
 
-CURVES = {"serving": panels_of_serving, "../h200x2/context_parallel": panels_of_context_parallel}
-
-
-def drawing(name_of_file):
-    """(the digest that a file should hold, a function that draws it)"""
-    file, (name, only_dtype) = FOLDER / name_of_file, FILES[name_of_file]
-    if name == "ladder":
-        what = ladder_tables.steps(), "Attention forward pass on NVIDIA H200"
-        return pictures.digest_of_steps(*what), partial(pictures.plot_steps, file, *what)
-    content = json.loads((FOLDER / f"{name}.json").read_text())
-    if name in ("training", "training_16k"):
-        what = content["losses"], content["tokens_per_s"], train_tiny_gpt.title_of(content["meta"])
-        return pictures.digest_of_losses(*what), partial(pictures.plot_losses, file, *what)
-    if name == "models":
-        what = panels_of_models(content)
-        return pictures.digest_of_models(*what), partial(pictures.plot_models, file, *what)
-    if name in CURVES:
-        what = CURVES[name](content)
-        return pictures.digest_of_curves(*what), partial(pictures.plot_curves, file, *what)
-    results, title, ceilings = results_of(content, only_dtype)
-    if file.suffix == ".html":
-        what = results, title, content["meta"], ceilings
-        return page.digest_of_page(*what), lambda: file.write_text(page.html(*what))
-    return pictures.digest_of_plot(results, title, ceilings), partial(pictures.plot, file, results, title, ceilings)
+# What draw() draws into each file.
+FILES = {**dict.fromkeys(RUNS, run), "training.png": training, "training_16k.png": training, "ladder.svg": ladder,
+         "models.svg": models, "serving.svg": serving, "../h200x2/context_parallel.svg": context_parallel}
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--check", action="store_true", help="draw nothing; exit code 1 if a picture is stale")
-    which.add_argument("--all", action="store_true", help="draw all, not only what is stale")
-    args = parser.parse_args(argv)
-    stale = False
-    for name in FILES:
-        file, (digest, draw) = (FOLDER / name).resolve(), drawing(name)
-        if args.all or pictures.digest_in(file) != digest:
+    parser.add_argument("--check", action="store_true", help="draw nothing; exit code 1 if a picture is stale")
+    check, stale = parser.parse_args(argv).check, False
+    for name, what in FILES.items():
+        file, (make, *drawn) = (FOLDER / name).resolve(), what(name.rpartition(".")[0])
+        if pictures.digest_in(file) != pictures.digest_of(make, drawn):
             stale = True
-            if not args.check:
-                draw()
-            print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if args.check else 'drawn'}")
-    return int(args.check and stale)
+            if not check:
+                pictures.draw(file, make, *drawn)
+            print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if check else 'drawn'}")
+    return int(check and stale)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,31 @@ def title_of(meta):
     return f"A GPT of {meta['layers']} layers, {meta['dtype']}, on {meta['device']}"
 
 
+def loss_curves(losses, tokens_per_s, title):
+    """The figure of {backend: loss of each step}, and how far each curve is from the last one. The curves have their
+    markers by turns, so that one line with all markers means equal losses."""
+    from matplotlib.figure import Figure
+
+    from minimal_attn.bench.pictures import STYLES
+
+    figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
+    *others, baseline = losses
+    above, *below = figure.subplots(1 + bool(others), sharex=True, height_ratios=(3, 1)[:1 + bool(others)],
+                                    squeeze=False).flat
+    for i, (backend, values) in enumerate(losses.items()):
+        style = STYLES[backend].line(1, 1) | {"zorder": 2}
+        style["label"] += f": {float(f'{tokens_per_s[backend]:.3g}'):,.0f} tokens/s"
+        above.plot(values, markersize=5, markevery=(4 * i, 4 * len(losses)), **style)
+        for ax in below:
+            ax.plot([x - y for x, y in zip(values, losses[baseline])], color=style["color"], linewidth=1)
+    above.set(ylabel="loss, nats per byte", title=title)
+    above.legend()
+    for ax in below:
+        ax.set_ylabel(f"loss − loss\nwith {baseline}")
+    figure.axes[-1].set_xlabel("step")
+    return figure
+
+
 def count(text):
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
@@ -208,7 +233,7 @@ def main(argv=None):
     from minimal_attn.bench.measure import environment
 
     if args.out:
-        from minimal_attn.bench.pictures import plot_losses  # where matplotlib is missing, say so before the training
+        from minimal_attn.bench.pictures import draw  # where matplotlib is missing, say so before the training
 
     console, losses, tokens_per_s = Console(highlight=False), {}, {}
     for backend in backends:
@@ -222,7 +247,7 @@ def main(argv=None):
                  **{name: getattr(args, name) for name in ("dtype", "seed", "dropout", *SIZES)}}
         result = {"meta": meta, "tokens_per_s": tokens_per_s, "losses": losses}
         (args.out / "training.json").write_text(json.dumps(result, indent=1) + "\n")
-        plot_losses(args.out / "training.png", losses, tokens_per_s, title_of(meta))
+        draw(args.out / "training.png", loss_curves, losses, tokens_per_s, title_of(meta))
         console.print(f"wrote {args.out / 'training.json'}, {args.out / 'training.png'}", soft_wrap=True)
 
 

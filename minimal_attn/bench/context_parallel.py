@@ -2,13 +2,11 @@
 
     torchrun --nproc-per-node 2 -m minimal_attn.bench.context_parallel --json context_parallel.json
 
-Before a method of ours is timed, 64 rows of its out are compared with attention in fp32. Gradients are left to the
-tests. A timing has several calls, one after another as the layers of a model make them. Directly before them runs one
-more call, which is not timed. So the host is ahead of the GPUs from the first timed call on, if it is fast enough. The
-slowest rank of a timing counts, and the median of timings.
-Efficiency is the time on one GPU of the whole, by the same kernels, over P times the time on P. Without GPUs it runs in
-a tiny size on CPUs with Gloo, to be tested; torch's context_parallel has no CPU kernels. Read next:
-../distributed/attention.py.
+Before a method of ours is timed, 64 rows of its out are compared with attention in fp32. A timing has several calls in
+a row, as the layers of a model make them. One more call before them lets the host be ahead of the GPUs. The slowest
+rank of a timing counts, and the median of timings. Efficiency is the time on one GPU of the whole, by the same kernels,
+over P times the time on P. Without GPUs it runs in a tiny size on CPUs with Gloo, to be tested; torch's
+context_parallel has no CPU kernels. Read next: ../distributed/attention.py.
 """
 
 import argparse
@@ -17,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -78,8 +76,8 @@ def measure(seqlen, heads_k, device, calls):
     on_gpu, heads = device.type == "cuda", HEADS[device.type == "cuda"]
     g = torch.Generator(device).manual_seed(0)
     shapes = [(1, h, seqlen, HEAD_DIM[on_gpu]) for h in (heads, heads_k, heads_k, heads)]
-    q, k, v, dout = (torch.randn(shape, generator=g, device=device, dtype=torch.bfloat16) for shape in shapes)
-    local = [shard(x, dim=2) for x in (q, k, v, dout)]
+    whole = [torch.randn(shape, generator=g, device=device, dtype=torch.bfloat16) for shape in shapes]
+    local = [shard(x, dim=2) for x in whole]
     rows = []
 
     def add(impl, what, ms, one_gpu_ms=None):
@@ -89,37 +87,29 @@ def measure(seqlen, heads_k, device, calls):
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
 
-    def add_both(impl, attend, tensors, one_gpu):
+    def add_passes(impl, attend, tensors, one_gpu={}):
+        """{pass: ms}, also of both passes on one GPU, where one_gpu has no time of it."""
+        ms = {what: timed(passes(attend, tensors, what), device, calls) for what in PASSES}
         for what in PASSES:
-            ms = timed(passes(attend, tensors, what), device, calls)
-            add(impl, what, ms, one_gpu[what])
+            add(impl, what, ms[what], one_gpu.get(what))
+        return ms
 
     add("all_gather_alone", "forward", timed(partial(gather, *local[1:3]), device, calls))
-    one_gpu = {}
-    attend = partial(flash_attention, causal=True)
-    for what in PASSES:
-        one_gpu[what] = timed(passes(attend, (q, k, v, dout), what), device, calls)
-        add("one_gpu", what, one_gpu[what])
+    one_gpu = add_passes("one_gpu", partial(flash_attention, causal=True), whole)
     for method in METHODS:
         if method == "ulysses" and heads_k % dist.get_world_size():
             continue
         attend = partial(context_parallel_attention, causal=True, method=method)
-        judge(unshard(attend(*local[:3]), dim=2), (q, k, v))
-        add_both(method, attend, local, one_gpu)
+        judge(unshard(attend(*local[:3]), dim=2), whole[:3])
+        add_passes(method, attend, local, one_gpu)
         if method == "all_gather":
             with plain():
-                add_both("plain_all_gather", attend, local, one_gpu)
-    if on_gpu and heads_k == heads:  # torch's cuDNN attention has no grouped heads there
-        for impl, kernels in PEERS.items():
-            with ExitStack() as stack:
-                stack.enter_context(kernels())
-                stack.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
-                attend = torchs_attention
-                one_gpu = {what: timed(passes(attend, (q, k, v, dout), what), device, calls) for what in PASSES}
-                for what in PASSES:
-                    add(f"{impl}_one_gpu", what, one_gpu[what])
-                stack.enter_context(torchs_context_parallel(seqlen, device))
-                add_both(impl, attend, local, one_gpu)
+                add_passes("plain_all_gather", attend, local, one_gpu)
+    for impl, kernels in PEERS.items() if on_gpu and heads_k == heads else ():  # its cuDNN has no grouped heads there
+        with kernels(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            torchs_one_gpu = add_passes(f"{impl}_one_gpu", torchs_attention, whole)
+            with torchs_context_parallel(seqlen, device):
+                add_passes(impl, torchs_attention, local, torchs_one_gpu)
     return rows
 
 

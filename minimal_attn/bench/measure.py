@@ -1,7 +1,7 @@
 """Runs one implementation on one case: is it right, how fast is it, what does it need?
 
-A case holds inputs, the truth in fp64 and the error that it allows; attention.py and matmul.py make cases and the
-tables of implementations. Read next: ../toolkit/benchmark.py, the timer.
+A case (cases.py) holds inputs, the truth in fp64 and the error that it allows. Read next: ../toolkit/benchmark.py, the
+timer.
 """
 
 import functools
@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shlex
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it when it first 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from .._build import load, source_digest
+from .._build import source_digest
 from ..attention import BACKENDS
 from ..checks import KERNEL_DTYPES
 from ..command.info import driver_version, triton_version
@@ -37,11 +38,15 @@ FP8_DTYPE_NAMES = ("float8_e4m3fn", "float8_e5m2")
 
 
 class Impl(NamedTuple):
-    forward: Callable  # (*case.args) -> out, or an exception where it cannot serve them
+    forward: Callable  # (q, k, v, call) -> out, or an exception where it cannot serve them
     devices: tuple = ("cuda", "cpu")
     backend: str | None = None  # of minimal_attn, if it is ours: where that is available, it has to serve
     dtypes: tuple = DTYPE_NAMES
-    judge: Callable | None = None  # (case) -> what judge() returns, where that is not by the error rule
+    kinds: tuple = ("dense",)  # of shapes that it serves
+    kernel: str | None = None  # of csrc, which is forced
+
+    def serves(self, setting):
+        return setting.dtype in self.dtypes and setting.shape.kind in self.kinds
 
 
 class Setting(NamedTuple):
@@ -69,29 +74,23 @@ def truth_fits(elements, device):
     return 8 * elements <= limit
 
 
-def judge(case, impl):
-    """Makes one call and returns its largest error: a tuple for dq, dk and dv where it gives gradients, None where
-    there is no truth. Raises WrongResult if an error is larger than the error rule of tests/ allows."""
-    if case.impls[impl].judge:
-        return case.impls[impl].judge(case)
-    return compared(case, impl, case.impls[impl].forward(*case.args))
-
-
-def compared(case, impl, out):
-    """Does the work of judge for the result `out` of a call that has been made."""
-    if case.truth is None:
+def judge(case, name):
+    """Makes one call and returns its errors: for dq, dk and dv where it gives gradients, None where there is no truth.
+    Raises WrongResult if an error is larger than the error rule of tests/ allows."""
+    case.prepare(name)
+    out = case.results(name, case.function(name)(*case.args))
+    if case.truth is None or not out:
         return None
-    errors = tuple((case.judged(x).double() - truth).abs().max().item()
-                   for x, truth in zip(each(out), each(case.truth)))
-    is_right = all(error <= allowed for error, allowed in zip(errors, each(case.tolerance)))  # NaN is wrong
-    if is_judged(impl, case.dtype) and not is_right:
+    errors = tuple((case.judged(x).double() - truth).abs().max().item() for x, truth in zip(out, case.truth))
+    is_right = all(error <= allowed for error, allowed in zip(errors, case.tolerance))  # NaN is wrong
+    if is_judged(name, case.dtype) and not is_right:
         raise WrongResult(f"max error {in_words(errors)}, allowed {in_words(case.tolerance)}")
-    return errors if isinstance(out, tuple) else errors[0]
+    return errors
 
 
-def is_judged(impl, dtype):
-    """Whether a large error of impl is a failure. "manual" in 16 bits also rounds the scores, which is no bug."""
-    return impl != "manual" or dtype == "float32"
+def is_judged(name, dtype):
+    """Whether a large error is a failure. "manual" in 16 bits also rounds the scores, which is no bug."""
+    return name != "manual" or dtype == "float32"
 
 
 def each(x):
@@ -99,64 +98,56 @@ def each(x):
 
 
 def in_words(errors):
-    return " / ".join(f"{x:.2e}" for x in each(errors))
+    return " / ".join(f"{x:.2e}" for x in errors)
 
 
 def must_serve(impl, dtype, device):
     """Whether impl has to serve: it is one of ours, and this machine has all that it needs."""
-    if dtype in FP8_DTYPE_NAMES and device == "cuda" and not supports_fp8():
-        return False
     backend = BACKENDS.get(impl.backend)
-    return backend is not None and backend.why_not(torch.device(device)) is None
+    has_dtype = dtype not in FP8_DTYPE_NAMES or device == "cpu" or supports_fp8()
+    return backend is not None and has_dtype and backend.why_not(torch.device(device)) is None
 
 
-def load_csrc(impls, device):
-    """Compile csrc now, if one of impls needs it: no first call of a kernel is to hold the build."""
-    if any(impl.backend == "cuda" and must_serve(impl, "float32", device) for impl in impls):
-        load()
-
-
-def profiled(forwards, case):
-    """The profile of one call of each of forwards, {name: function}."""
+def profiled(case, names):
+    """The profile of one call of each of some implementations."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (case.device == "cuda")
     with profile(activities=activities, acc_events=True) as prof:  # as there is one cycle; otherwise torch warns
-        for name, forward in forwards.items():
+        for name in names:
             with record_function(name):
-                forward(*case.args)
+                case.function(name)(*case.args)
         if case.device == "cuda":
             torch.cuda.synchronize()
     return prof
 
 
-def measured(case, impl):
-    """{key of MEASURED: number}.
+def numbers_of(case, name):
+    """{key of MEASURED, or "us": number}.
 
     peak_mb is 10^6 bytes beyond inputs and output. An implementation that frees its scratch before it makes its
     output, such as "manual", needs up to one output more than that.
     """
-    max_err, forward = judge(case, impl), case.impls[impl].forward  # and the warm-up: builds, tunes, makes workspaces
-    peak = peak_bytes(forward, *case.args)
+    errors, function = judge(case, name), case.function(name)  # and the warm-up: builds, tunes, makes workspaces
+    peak = peak_bytes(function, *case.args)
     peak_mb = None if peak is None else (peak - case.out_bytes) / 1e6
-    ms, ms_p20, ms_p80 = case.timed(forward)
-    numbers = ms, ms_p20, ms_p80, case.flops / ms / 1e9, case.bytes / ms / 1e6, peak_mb, max_err and max(each(max_err))
-    return {key: float(f"{x:.6g}") for key, x in zip(MEASURED, numbers) if x is not None and math.isfinite(x)}
+    ms, ms_p20, ms_p80 = case.timed(function)
+    numbers = ms, ms_p20, ms_p80, case.flops / ms / 1e9, case.bytes / ms / 1e6, peak_mb, errors and max(errors)
+    return {key: float(f"{x:.6g}") for key, x in zip((*MEASURED, "us"), (*numbers, 1e3 * ms))
+            if x is not None and math.isfinite(x)}
 
 
-def timed(device, forward, *args):
+def timed(device, function, *args):
     """benchmark_fn of as many calls as fill SECONDS_PER_TIMING, 20 at least; on a CPU one call may be enough."""
     least, guess = (20, 3) if device == "cuda" else (1, 1)
     start = time.perf_counter()
-    first = benchmark_fn(forward, *args, warmup=0, rep=guess)
+    first = benchmark_fn(function, *args, warmup=0, rep=guess)
     rep = max(least, int(SECONDS_PER_TIMING[device] * guess / (time.perf_counter() - start)))
-    return first if rep <= guess else benchmark_fn(forward, *args, warmup=rep // 10, rep=rep)
+    return first if rep <= guess else benchmark_fn(function, *args, warmup=rep // 10, rep=rep)
 
 
 def matmul_ceiling(dtype, device):
     """TFLOP/s of torch's matmul of 8192³, of 512³ on a CPU: what products alone would take, without a softmax."""
-    n = 8192 if device == "cuda" else 512
-    is_fp8 = dtype in FP8_DTYPE_NAMES
+    n, multiply, is_fp8 = 8192 if device == "cuda" else 512, torch.matmul, dtype in FP8_DTYPE_NAMES
     a, b = normal((n, n), device, dtype), normal((n, n), device, "float8_e4m3fn" if is_fp8 else dtype)
-    multiply = torch.matmul
     if is_fp8:  # cuBLAS wants b by columns, and one of the two to be e4m3fn
         one, b = torch.ones((), device=device), b.t()
         multiply = functools.partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16,
@@ -173,15 +164,15 @@ def host_us(calls, contexts):
     """
     cost = {}
     for name, call in calls.items():
+        times = []
         with contexts.get(name, nullcontext)():
-            times = []
             for _ in range(8):
                 start = time.perf_counter()
                 for _ in range(2000):
                     call()
                 times.append((time.perf_counter() - start) / 2000 * 1e6)
                 torch.cuda.synchronize()
-        cost[name] = round(float(torch.tensor(times[1:]).median()), 2)  # the first is the warm-up
+        cost[name] = round(statistics.median(times[1:]), 2)  # the first is the warm-up
     return cost
 
 

@@ -1,106 +1,196 @@
-"""The options of a run. Every one is checked before any work starts. Read next: __init__.py, the run."""
+"""The table of operations, and the options of a run, each of which is checked before any work starts.
+
+Read next: __init__.py, the run.
+"""
 
 import argparse
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from . import (append, attention, backward, decode, forward_backward, matmul, mixed, scores, varlen, varlen_backward,
-               window)
+import torch
 
-# Each has its shapes, dtypes, implementations and a Case.
-OPS = {"attention": attention, "backward": backward, "forward_backward": forward_backward, "varlen": varlen,
-       "varlen_backward": varlen_backward, "window": window, "scores": scores, "decode": decode, "append": append,
-       "mixed": mixed, "matmul": matmul}
+from .. import triton_matmul
+from .caches import APPEND, DECODE, MIXED, Append, Decode, Mixed
+from .cases import Case, Matmul, MatmulShape, count, ints, shape_of
+from .impls import HALVES, IMPLS, SCORES, backward_of, step_of
+from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, Impl
 
+DENSE = "B,H,S,D or B,H,Sq,D,Hk,Sk"
 CAUSALS = {"no": (False,), "yes": (True,), "both": (False, True)}
+SEQLENS = {"cuda": "64,128,256,512,1024,2048,4096", "cpu": "32,64,128"}  # Triton's interpreter is slow
+
+
+class Op(NamedTuple):
+    title: str
+    shapes: dict  # {device: texts of the default shapes}; on a CPU they are small, as Triton's interpreter is slow
+    case: type = Case
+    form: str = DENSE  # of a shape
+    more: str = ""  # a regular expression for what stands behind the sizes of a shape, or "packed"
+    impls: dict = IMPLS
+    default_impls: tuple | None = None  # all of impls if None
+    dtypes: tuple = DTYPE_NAMES
+    default_dtypes: str = "float32"
+    default_causal: str = "no"
+    seqlens: dict | None = None
+    baseline: str = "manual"  # of the speed-ups
+    rate: str = "tflops"  # the column that tables and pictures show
+    gradients: Callable | None = None  # backward_of or step_of
+    has_host_cost: bool = False
+    row: str | None = None  # the op of rows, if it is not that of their shapes
+
+    def shape_of(self, text):
+        """The shape that a text names. Raises ValueError."""
+        if self.case is Matmul:
+            return MatmulShape(*ints(text.split(","), 3))
+        shape = shape_of(text, self.more)
+        if self.case in (Append, Mixed) and shape.seqlen_q != 1:
+            raise ValueError("Sq must be 1: one new token of each sample")
+        return shape
+
+
+OURS = "cuda:sm90", "cuda:sm80", "cuda:host", "triton"
+SMALL = {"cuda": ["16,12,64,64"], "cpu": ["16,12,64,64"]}
+PAGED = r"(page [1-9]\d*)? ?(drawn)?"
+# B, H, D, Hk and Sk of caches, in the order of their bytes.
+CACHES = ["1,32,1,128,8,1024", "1,32,1,128,8,8192", "8,32,1,128,8,8192", "64,32,1,128,1,8192", "1,32,1,128,8,131072",
+          "128,32,1,128,8,1024", "32,32,1,128,8,8192", "64,32,1,128,8,4096", "16,64,1,128,8,32768",
+          "16,32,1,128,32,8192"]
+DENSE_IMPLS = {name: impl for name, impl in IMPLS.items() if name != "torch:varlen"}
+GRADIENTS = {name: impl for name, impl in IMPLS.items() if name != "cuda:dmma"}  # its backward pass is that of simt
+
+ATTENTION = Op("Attention forward pass", SMALL, impls=DENSE_IMPLS, dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES,
+               seqlens=SEQLENS, has_host_cost=True)
+BACKWARD = ATTENTION._replace(
+    title="Attention backward pass", impls={name: impl for name, impl in GRADIENTS.items() if name in DENSE_IMPLS},
+    dtypes=DTYPE_NAMES, gradients=backward_of, has_host_cost=False)
+VARLEN = Op("Attention of packed batches", {
+    # Packed batches of 16 query heads and 4 key heads, then dense ones of about as many tokens.
+    "cuda": ["16 of 64..4096,16,128,4", "32 x 512,16,128,4", "8192 + 64 x 128,16,128,4",
+             "18,16,2048,128,4,2048", "32,16,512,128,4,512", "2,16,8192,128,4,8192"],
+    "cpu": ["64 + 2 x 32 + 7,4,64,2", "2,4,64,64,2,64"]}, form=f"LENGTHS,H,D,Hk or {DENSE}", more="packed",
+    default_impls=(*OURS, "torch:varlen", "torch:cudnn", "torch:flash"), default_dtypes="bfloat16",
+    default_causal="both", baseline="torch:varlen", has_host_cost=True)
+DECODING = Op("Attention to caches", {
+    "cuda": [*(size + page for size in CACHES for page in ("", " page 16", " page 64", " page 128")),
+             "8,32,1,128,8,8192 page 1", "8,32,1,128,8,8192 page 8",
+             *(f"8,32,{tokens},128,8,8192" for tokens in (2, 4, 8, 16)), "32,32,1,128,8,8192 drawn"],
+    "cpu": ["2,4,1,64,2,64", "2,4,1,64,2,64 page 16", "2,4,3,64,2,64", "2,4,1,64,2,64 page 16 drawn"]},
+    Decode, f"{DENSE}, also with ' page SIZE' or ' drawn' behind it", PAGED, DECODE, dtypes=HALVES,
+    default_dtypes="bfloat16", default_causal="yes", baseline="read", rate="gbps", row="decode")
+OPS = {
+    "attention": ATTENTION,
+    "backward": BACKWARD,
+    "forward_backward": BACKWARD._replace(title="Attention forward and backward pass", gradients=step_of,
+                                          has_host_cost=True),
+    "varlen": VARLEN,
+    "varlen_backward": VARLEN._replace(title="Attention backward pass of packed batches", impls=GRADIENTS,
+                                       gradients=backward_of, has_host_cost=False),
+    "window": Op("Attention with sliding windows and sinks", {
+        "cuda": ["1,16,16384,128,4,16384 window 512", "1,16,16384,128,4,16384 window 4096", "1,16,16384,128,4,16384",
+                 "1,16,16384,128,4,16384 sinks", "8,16,2048,128,4,2048", "8,16,2048,128,4,2048 sinks"],
+        "cpu": ["2,4,64,64,2,64 window 16", "2,4,64,64,2,64", "2,4,64,64,2,64 sinks"]},
+        form=f"{DENSE}, also with ' window LEFT' or ' sinks' behind it", more=r"(window \d+|sinks)?", impls=DENSE_IMPLS,
+        baseline="flex", default_impls=(*OURS, "torch:cudnn", "torch:flash", "flex"), default_dtypes="bfloat16",
+        default_causal="yes"),  # FlexAttention is tuned for most of a minute for each window
+    "scores": Op("Attention with softcap, ALiBi, biases and masks", {
+        "cuda": [f"2,16,8192,128 {score}" for score in SCORES], "cpu": [f"2,4,32,16,2,32 {score}" for score in SCORES]},
+        form=f"{DENSE}, also with ' softcap', ' alibi', ' bias' or ' mask' behind it", more=f"({'|'.join(SCORES)})?",
+        impls=DENSE_IMPLS, default_impls=(*OURS, "torch:cudnn", "torch:flash", "torch:efficient", "flex"),
+        default_dtypes="bfloat16", baseline="flex", row="scores"),
+    "decode": DECODING,
+    "append": DECODING._replace(title="Appending to caches", shapes={
+        "cuda": [size + page for size in (CACHES[1], CACHES[6], CACHES[5]) for page in ("", " page 16")],
+        "cpu": ["2,4,1,64,2,64", "2,4,1,64,2,64 page 16"]}, case=Append, impls=APPEND, baseline="cuda:attend",
+        form="B,H,1,D,Hk,Sk, also with ' page SIZE' or ' drawn' behind it", row="append"),
+    "mixed": DECODING._replace(title="Decoding and prefill in one batch", shapes={
+        "cuda": [f"32,32,1,128,8,8192 prefill 2048{page}" for page in ("", " page 16")],
+        "cpu": [f"2,4,1,64,2,64 prefill 24{page}" for page in ("", " page 16")]}, case=Mixed, impls=MIXED,
+        form="B,H,1,D,Hk,Sk prefill TOKENS, also with ' page SIZE' behind it",
+        more=r"prefill [1-9]\d*( page [1-9]\d*)?", baseline="cuda:apart", row="mixed"),
+    "matmul": Op("Matrix multiplication", {
+        "cuda": [*(f"{n},{n},{n}" for n in (512, 1024, 2048, 4096, 8192)), "4096,11008,4096", "16,4096,4096"],
+        "cpu": ["64,64,64", "128,128,128", "16,128,96"]}, Matmul, "M,N,K",
+        impls={"triton": Impl(triton_matmul, backend="triton"), "cublas": Impl(torch.matmul, ("cuda",)),
+               "torch": Impl(torch.matmul, ("cpu",))},
+        baseline="cublas" if torch.cuda.is_available() else "torch", row="matmul"),
+}
 
 
 def parse_args(program, argv, device, description):
     ops = argparse.ArgumentParser(prog=program, description=description, add_help=False, allow_abbrev=False)
     ops.add_argument("--op", choices=OPS, default="attention", help="what is computed (default: %(default)s)")
     op = OPS[ops.parse_known_args(argv)[0].op]  # the other options depend on it
-    defaults = {"dtypes": "float32", "causal": "no", "impls": op.IMPLS} | getattr(op, "DEFAULTS", {})
-    shape_of = getattr(op, "shape_of", lambda text, ints: op.Shape.of(ints(text)))
-    impls = [impl for impl in op.IMPLS if device in op.IMPLS[impl].devices]
-    default_impls = [impl for impl in defaults["impls"] if impl in impls]
-
-    def fail(message):  # argparse puts the argument's name before it
-        raise argparse.ArgumentTypeError(message)
-
-    def ints(text):
-        words = text.split(",") if text else []
-        return [int(x) if x.isdecimal() and int(x) else fail(f"{x!r} is not a positive integer") for x in words]
-
-    def count(text):
-        numbers = ints(text)
-        return numbers[0] if len(numbers) == 1 else fail(f"{text!r} is not a positive integer")
-
-    def shape(text):
-        try:
-            return shape_of(text, ints)
-        except ValueError as error:
-            fail(f"{text!r}: {error}")
-
-    def shares(text):
-        return [float(x) if re.fullmatch(r"0?\.\d*[1-9]\d*", x, re.ASCII) else fail(
-            f"{x!r} is not a decimal fraction between 0 and 1, such as 0.1") for x in text.split(",")]
-
-    def dtypes(text):
-        return [x if x in op.DTYPES else fail(f"{x!r} is none of {', '.join(op.DTYPES)}") for x in text.split(",")]
-
-    def names(text):
-        words = text.split(",")
-        return [x if x in impls else fail(f"{x!r} is none of {', '.join(impls)}, which run on {device}") for x in words]
-
-    def file(*suffixes, needs=None):
-        def path(text):
-            if needs and not importlib.util.find_spec(needs):
-                fail(f"needs {needs}: pip install 'minimal_attn[bench]'")
-            is_fine = Path(text).suffix in suffixes and Path(text).parent.is_dir()
-            return text if is_fine else fail(f"{text!r} is no {' or '.join(suffixes)} file in an existing directory")
-
-        return path
-
+    impls = [name for name, impl in op.impls.items() if device in impl.devices]
+    default_impls = [name for name in op.default_impls or impls if name in impls]
     parser = argparse.ArgumentParser(prog=program, description=description, parents=[ops])
-    add = parser.add_argument
-    add("--shape", type=shape, action="append", metavar=op.SHAPES.split(" or ")[0], dest="shapes",
-        help=f"{op.SHAPES}; may be repeated (default: {' '.join(map(str, op.DEFAULT_SHAPES[device]))})")
-    add("--dtype", type=dtypes, default=defaults["dtypes"], metavar="DTYPE,...", dest="dtypes",
-        help=f"of {', '.join(op.DTYPES)} (default: %(default)s)")
-    add("--impls", type=names, metavar="NAME,...", default=default_impls,
+
+    def add(name, parse=None, **options):
+        """Adds an option. parse raises ValueError, whose text becomes the error's."""
+        def parsed(text):
+            try:
+                return parse(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+        parser.add_argument(name, **options, **{"type": parsed} if parse else {})
+
+    def one_of(*names):
+        return lambda text: [x if x in names else fail(f"{x!r} is none of {', '.join(names)}") for x in text.split(",")]
+
+    def file(*suffixes):
+        return lambda text: text if Path(text).suffix in suffixes and Path(text).parent.is_dir() else fail(
+            f"no {' or '.join(suffixes)} file in an existing directory")
+
+    def picture(text):
+        if not importlib.util.find_spec("matplotlib"):
+            fail("needs matplotlib: pip install 'minimal_attn[bench]'")
+        return file(".png", ".svg")(text)
+
+    def share(text):
+        return float(text) if re.fullmatch(r"0?\.\d*[1-9]\d*", text, re.ASCII) else fail(
+            "not a decimal fraction between 0 and 1, such as 0.1")
+
+    add("--shape", op.shape_of, action="append", metavar=op.form.split(" or ")[0], dest="shapes",
+        help=f"{op.form}; may be repeated (default: {' '.join(op.shapes[device])})")
+    add("--dtype", one_of(*op.dtypes), default=op.default_dtypes, metavar="DTYPE,...", dest="dtypes",
+        help=f"of {', '.join(op.dtypes)} (default: %(default)s)")
+    add("--impls", one_of(*impls), metavar="NAME,...", default=default_impls,
         help=f"default: {','.join(default_impls)}")
-    add("--rounds", type=count, metavar="N", default=1,
+    add("--rounds", count, metavar="N", default=1,
         help="time everything N times over and take the median round, to compare settings (default: %(default)s)")
-    add("--json", type=file(".json"), metavar="FILE", help="write all rows")
-    add("--plot", type=file(".png", ".svg", needs="matplotlib"), action="append", metavar="FILE", default=[],
-        dest="plots", help="draw TFLOP/s, or GB/s of caches; may be repeated")
-    add("--report", type=file(".html", needs="matplotlib"), metavar="FILE", help="write one page with everything")
-    add("--trace", type=file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
+    add("--json", file(".json"), metavar="FILE", help="write all rows")
+    add("--plot", picture, action="append", metavar="FILE", default=[], dest="plots",
+        help="draw TFLOP/s, or GB/s of caches; may be repeated")
+    add("--trace", file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
     add("--profile", action=argparse.BooleanOptionalAction, default=False, help="also print the profiler's tables")
-    if op is not matmul:
-        add("--causal", nargs="?", const="yes", default=defaults["causal"], choices=CAUSALS,
+    parser.set_defaults(causal="no", seqlens=[], host_cost=False, deterministic=False, dropout_p=[])
+    if op.case is not Matmul:
+        add("--causal", nargs="?", const="yes", default=op.default_causal, choices=CAUSALS,
             help="mask the future (bottom-right aligned); both: with and without (default: %(default)s)")
-    else:
-        parser.set_defaults(causal="no")
-    if hasattr(op, "DEFAULT_SEQLENS"):
-        add("--seqlens", type=ints, metavar="S,S,...", default=op.DEFAULT_SEQLENS[device],
+    if op.seqlens:
+        add("--seqlens", lambda text: ints(text.split(",") if text else []), metavar="S,S,...",
+            default=op.seqlens[device],
             help="sweep the first shape over these lengths, '' for none (default: %(default)s)")
-    else:
-        parser.set_defaults(seqlens=[])
-    if hasattr(op, "host_cost"):
+    if op.has_host_cost:
         add("--host-cost", action="store_true", help="also measure the host's time for a small call")
-    else:
-        parser.set_defaults(host_cost=False)
-    if hasattr(op, "variants"):
+    if op is BACKWARD:
         add("--deterministic", action="store_true", help="time each shape also with deterministic gradients")
-        add("--dropout-p", type=shares, metavar="P,P,...", default=[], help="time each shape also with dropout")
+        add("--dropout-p", lambda text: [share(x) for x in text.split(",")], metavar="P,P,...",
+            help="time each shape also with dropout")
     args = parser.parse_args(argv)
-    args.op, args.shapes, args.causals = op, args.shapes or op.DEFAULT_SHAPES[device], CAUSALS[args.causal]
-    if hasattr(op, "variants"):
-        args.shapes = op.variants(args.shapes, args.deterministic, args.dropout_p)
+    args.op, args.causals = op, CAUSALS[args.causal]
+    kinds = "", *["deterministic"] * args.deterministic, *(f"dropout {p:g}" for p in args.dropout_p)
+    shapes = args.shapes or [op.shape_of(text) for text in op.shapes[device]]
+    args.shapes = [shape._replace(more=kind) if kind else shape for shape in shapes for kind in kinds]
     if args.host_cost and device == "cpu":
         parser.error("argument --host-cost: needs a GPU")
     if True in args.causals and any(shape.seqlen_q > shape.seqlen_k for shape in args.shapes):
         parser.error("argument --causal: needs Sq <= Sk, otherwise there are rows without a key")
     return args
+
+
+def fail(message):
+    raise ValueError(message)

@@ -1,6 +1,6 @@
 """A plain read of memory, the ceiling of attention to a cache: a Triton kernel that reads words and keeps their xor.
 
-Each program reads a share of neighbouring words, 16 bytes a load. Read next: decode.py, which is measured beside it.
+Each program reads a share of neighbouring words, 16 bytes a load.
 """
 
 import torch
@@ -23,8 +23,7 @@ def _read(words_ptr, xors_ptr, num_words, share, kBlock: tl.constexpr):
 
 def read(words):
     """int32 (programs,): the xor of the words that each program has read, of contiguous int32 words."""
-    sms = torch.cuda.get_device_properties(words.device).multi_processor_count if words.is_cuda else 1
-    programs = PROGRAMS * sms
+    programs = PROGRAMS * (torch.cuda.get_device_properties(words.device).multi_processor_count if words.is_cuda else 1)
     share = triton.cdiv(triton.cdiv(words.numel(), programs), BLOCK) * BLOCK
     xors = torch.empty(programs, dtype=torch.int32, device=words.device)
     _read[(programs,)](words, xors, words.numel(), share, BLOCK, num_warps=8)

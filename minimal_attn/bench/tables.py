@@ -1,4 +1,4 @@
-"""Tables that a run prints. In this file results is always {setting: {impl: row}}. Read next: pictures.py, page.py."""
+"""Tables that a run prints. In this file results is always {setting: {impl: row}}. Read next: pictures.py."""
 
 from rich import box
 from rich.console import Console
@@ -16,11 +16,6 @@ MANY = 4  # settings, beyond which a table has a line for each
 def speedup(rows, impl, baseline):
     ms, baseline_ms = (rows.get(name, {}).get("ms") for name in (impl, baseline))
     return baseline_ms / ms if ms and baseline_ms else None
-
-
-def rate_of(results):
-    """The key of RATES that tables and pictures show: GB/s of shapes of decode.py, TFLOP/s of all others."""
-    return getattr(next(iter(results)).shape, "rate", "tflops")
 
 
 def number(x):
@@ -44,24 +39,22 @@ def print_table(title, headings, rows):
 
 
 def print_tables(results, args, sweep, on_device):
-    """Prints one table for each of args.shapes, or a single table where there are more than MANY. decode.py then gets
-    a second one, of speeds relative to the plain read. Last comes, for each dtype with and without a mask, a table of
-    the time over the lengths of sweep."""
-    baseline = args.op.BASELINE
+    """Prints one table for each of args.shapes, or a single table where there are more than MANY, with a second one of
+    speeds relative to the plain read. Last comes, for each dtype and mask, the time over the lengths of sweep."""
+    baseline, rate = args.op.baseline, args.op.rate
     of_shapes = {setting: rows for setting, rows in results.items() if setting.shape in args.shapes}
-    for setting, rows in of_shapes.items() if len(of_shapes) <= MANY else ():
-        numbers = {impl: [*(rows[impl][x] for x in MEASURED), speedup(rows, impl, baseline)] for impl in rows}
-        print_table(f"{setting} {on_device}", [*HEADINGS, f"× {baseline}"], numbers)
-    if len(of_shapes) > MANY:
-        rate = rate_of(of_shapes)
+    if len(of_shapes) <= MANY:
+        for setting, rows in of_shapes.items():
+            numbers = {impl: [*map(rows[impl].get, MEASURED), speedup(rows, impl, baseline)] for impl in rows}
+            print_table(f"{setting} {on_device}", [*HEADINGS, f"× {baseline}"], numbers)
+    else:
         numbers = {str(setting): [rows[x][rate] for x in rows] for setting, rows in of_shapes.items()}
         print_table(f"{RATES[rate]} {on_device}", args.impls, numbers)
         if rate == "gbps" and baseline in args.impls:
             numbers = {str(setting): [speedup(rows, x, baseline) for x in rows] for setting, rows in of_shapes.items()}
             print_table(f"× {baseline} {on_device}", args.impls, numbers)
-    for dtype, causal in dict.fromkeys((x.dtype, x.causal) for x in results) if sweep else ():
-        measured = {shape.x: results[Setting(shape, dtype, causal)] for shape in sweep
-                    if Setting(shape, dtype, causal) in results}
-        numbers = {impl: [rows[impl]["ms"] for rows in measured.values()] for impl in args.impls}
-        if measured:
-            print_table(f"ms over S in {Setting(args.shapes[0], dtype, causal)}", measured, numbers)
+    for kind in dict.fromkeys(setting[1:] for setting in results) if sweep else ():
+        settings = [x for x in (Setting(shape, *kind) for shape in sweep) if x in results]
+        numbers = {impl: [results[x][impl]["ms"] for x in settings] for impl in args.impls}
+        if settings:
+            print_table(f"ms over S in {Setting(args.shapes[0], *kind)}", [x.shape.seqlen_q for x in settings], numbers)

@@ -21,6 +21,7 @@ from minimal_attn import cli
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import recorded  # noqa: E402
 import write_tables  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -68,6 +69,32 @@ FENCES = [fence for page in PAGES for fence in fences_of(page)]
 @cpu
 def test_write_tables_check_finds_no_stale_numbers(capsys):
     assert write_tables.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@cpu
+def test_places_of_numbers_and_tables():
+    """Behind each comment that names a quantity there is a number, and none begins a line, where Markdown would take the
+    line for HTML. Every table is somewhere."""
+    pages = [page.read_text() for page in PAGES]
+    for text in pages:
+        comments = re.findall(r"(?<!`)<!-- (?:mean|least|most|count|span|value|meta)\b", text)
+        assert len(comments) == len(write_tables.NUMBER.findall(text))
+        assert not re.search(r"^\s*(- )?<!-- (mean|least|most|count|span|value|meta)\b", text, re.M)
+    assert {name for text in pages for _, name, _ in write_tables.BLOCK.findall(text)} == set(write_tables.TABLES)
+
+
+@cpu
+def test_quantities(monkeypatch):
+    """Rows are paired where all columns are equal but those that both sides name."""
+    rows = [dict(zip(("impl", "dtype", "causal", "seqlen_q", "ms", "tflops"), (*x, 10 / x[-1]))) for x in (
+        ("a", "bfloat16", False, 8, 1.0), ("a", "bfloat16", True, 16, 2.0), ("a", "float16", True, 16, 4.0),
+        ("b", "bfloat16", True, 16, 8.0), ("b", "float16", False, 8, 3.0))]
+    monkeypatch.setattr(recorded, "rows_of", lambda name: rows if name == "x" else [])
+    for quantity, expected in {"x.a / b": [4], "x.a,dtype=any / b": [4], "x.a,dtype=float16 / b": [],
+                               "x.a,dtype=float16 / a,dtype=bfloat16": [0.5], "x.a:tflops,S>=16": [5],
+                               "x.a,causal=no / a,causal=yes": [], "x.a:ms,causal=yes / b:ms": [0.25]}.items():
+        assert [value for _, value in recorded.values(quantity)] == expected, quantity
+    assert recorded.quoted("span", ".1f", "x.a:ms") == "1.0 to 2.0" and recorded.quoted("count", None, "x.a:ms") == "2"
 
 
 # Links.

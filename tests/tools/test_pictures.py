@@ -19,22 +19,20 @@ pytestmark = pytest.mark.cpu
 
 
 def test_pictures_of_docs_are_not_stale(capsys):
-    """And every picture and page of benchmarks is one that write_pictures.py can check."""
+    """And every picture of benchmarks is one that write_pictures.py can check."""
     assert write_pictures.main(["--check"]) == 0, capsys.readouterr().out
     files = {file for file in write_pictures.FOLDER.parent.rglob("*") if file.suffix in (".png", ".svg", ".html")}
     assert files == {(write_pictures.FOLDER / name).resolve() for name in write_pictures.FILES}
 
 
 def test_bench_draws_what_its_json_holds(tmp_path):
-    """The picture and the page of a run have the digests of those that are drawn from its JSON."""
+    """The picture of a run has the digest of one that is drawn from its JSON."""
     options = ["--shape", "1,2,16,8", "--seqlens", "16,24", "--impls", "manual,torch:math", "--causal", "both"]
-    files = {name: str(tmp_path / name) for name in ("x.json", "x.svg", "x.html")}
-    assert bench.main([*options, "--json", files["x.json"], "--plot", files["x.svg"], "--report", files["x.html"]]) == 0
+    files = {name: str(tmp_path / name) for name in ("x.json", "x.svg")}
+    assert bench.main([*options, "--json", files["x.json"], "--plot", files["x.svg"]]) == 0
     content = json.loads(Path(files["x.json"]).read_text())
-    results, title, ceilings = write_pictures.results_of(content)
-    assert pictures.digest_in(files["x.svg"]) == pictures.digest_of_plot(results, title, ceilings)
-    assert pictures.digest_in(files["x.html"]) == write_pictures.page.digest_of_page(results, title, content["meta"],
-                                                                                       ceilings)
+    make, *drawn = pictures.of_run(content["rows"], content["meta"])
+    assert pictures.digest_in(files["x.svg"]) == pictures.digest_of(make, drawn)
 
 
 def test_report_of_recorded_ratios(capsys):

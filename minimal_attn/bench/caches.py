@@ -1,0 +1,261 @@
+"""Cases of caches of keys and values: decoding, appending a new key, and a prefill beside samples that decode.
+
+A call is bound by the reading of K and V. So its rate in GB/s stands beside that of a plain read of as many bytes. One
+call lasts microseconds, and a model replays many of them as a CUDA graph. So the time is that of a graph of calls on
+the GPU, divided by their number. Each call has a cache of its own, so that no L2 holds what the next one reads.
+
+Read next: read.py, the plain read; measure.py.
+"""
+
+import functools
+import math
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from .. import attention_with_kvcache, flash_attention, reference_attention
+from ..toolkit.benchmark import QUANTILES
+from . import impls, measure
+from .cases import Case
+from .measure import Impl, WrongResult, normal, truth_fits
+
+CACHES = {"cuda": (2, 32), "cpu": (1, 1)}  # at least and at most in a graph, as many as reach CACHE_BYTES together
+CACHE_BYTES = 400_000_000  # well beyond the L2 of any GPU
+WARMUP_MS, REPLAYS = 50, 15  # of the graph. Right after a pause, reads have been seen 12 % slower
+
+
+@dataclass(eq=False)
+class Call(impls.Call):
+    ways: dict = field(default_factory=dict)  # {name: [(function, tensors, keywords), ...]}, the calls of each way
+    words: torch.Tensor | None = None  # int32, as many as the valid keys and values have: what the plain read reads
+
+
+def ours(q, k, v, call, way, backend):
+    out = tuple(function(*tensors, backend=backend, **keywords) for function, tensors, keywords in call.ways[way])
+    return out if len(out) > 1 else out[0]
+
+
+def plain_read(q, k, v, call):
+    from .read import read  # needs Triton
+
+    return read(call.words)
+
+
+def ways(*names):
+    """{name: Impl} of ours by both backends. A prefill without cache (":dense") does not have to serve pages."""
+    return {f"{backend}{way}": Impl(functools.partial(ours, way=way, backend=backend), backend=backend,
+                                    kinds=("dense", "pages")[:1 + (way != ":dense")])
+            for backend in ("cuda", "triton") for way in names}
+
+
+DECODE = {"read": Impl(plain_read, ("cuda",), kinds=("dense", "pages")), **ways(""),
+          **{name: impls.IMPLS[name] for name in ("torch:cudnn", "torch:flash")}}
+APPEND = ways(":attend", "", ":rotary")
+MIXED = ways("", ":apart", ":dense")
+
+
+def times_of_replays(graph, count):
+    """ms of each of some replays in a row."""
+    spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for start, end in spans:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in spans]
+
+
+class Decode(Case):
+    """Caches in memory (2, N, S or page_size, Hk, D), K and then V, and a call on each. Pages are in random order.
+    GB/s count the valid keys and values alone."""
+
+    def __init__(self, op, setting, device):
+        self.seqlens = self.seqlens_of(setting.shape)
+        self.valid_bytes = 2 * 2 * setting.shape.nheads_k * setting.shape.head_dim * sum(self.seqlens)
+        super().__init__(op, setting, device)  # the truth of the first cache
+        self.bytes = self.valid_bytes
+        self.calls = [self.call_of(self.args[0], *cache) for cache in self.caches]
+        self.args = self.calls[0]
+
+    def seqlens_of(self, shape):
+        """How many keys of each sample are valid; drawn ones are the same in every run."""
+        if "drawn" in shape.options:
+            return random.Random(0).choices(range(1, shape.seqlen_k + 1), k=shape.batch_size)
+        return [shape.seqlen_k] * shape.batch_size
+
+    def inputs(self):
+        """q, and the keys and values of the first cache in the order of its table."""
+        shape, page = self.shape, self.options.get("page") or self.shape.seqlen_k
+        self.seqused_k = torch.tensor(self.seqlens, dtype=torch.int32, device=self.device)
+        pages, (least, most) = len(self.seqlens) * shape.seqlen_k // page, CACHES[self.device]
+        self.caches = []  # (memory, page table or None)
+        for _ in range(max(least, min(most, -(-CACHE_BYTES // self.valid_bytes)))):
+            memory = normal((2, pages, page, shape.nheads_k, shape.head_dim), self.device, self.dtype)
+            ids = torch.randperm(pages, dtype=torch.int32, device=self.device) if "page" in self.options else None
+            self.caches.append((memory, None if ids is None else ids.view(len(self.seqlens), -1)))
+        memory, table = self.caches[0]
+        k, v = memory if table is None else memory[:, table].flatten(2, 3)
+        return normal(self.size_of_q(), self.device, self.dtype), k.transpose(1, 2), v.transpose(1, 2)
+
+    def size_of_q(self):
+        return self.shape.batch_size, self.shape.nheads, self.shape.seqlen_q, self.shape.head_dim
+
+    def make_call(self):
+        return Call(self.causal)
+
+    def call_of(self, q, memory, table):
+        """The arguments of implementations for one cache."""
+        keywords = {"seqused_k": self.seqused_k} | ({} if table is None else {"page_table": table})
+        k, v = memory.transpose(2, 3)
+        call = Call(self.causal and self.shape.seqlen_q > 1,  # a single row sees every key
+                    words=memory.view(torch.int32).flatten()[:self.valid_bytes // 4])
+        call.ways = {way: [(function, tensors, more | {"causal": self.causal}) for function, tensors, more in calls]
+                     for way, calls in self.ways_of(q, k, v, keywords).items()}
+        return q, k, v, call
+
+    def ways_of(self, q, k, v, keywords):
+        return {"": [(attention_with_kvcache, (q, k, v), keywords)]}
+
+    def pairs(self):
+        shortened = range(self.shape.seqlen_q) if self.causal else [0] * self.shape.seqlen_q
+        return sum(max(n - i, 0) for n in self.seqlens for i in shortened)
+
+    def exact(self, q, k, v):
+        return reference_attention(q, k, v, self.causal, seqused_k=self.seqused_k[-q.shape[0]:])
+
+    base = exact  # by plain torch in the dtype of the inputs, with scores in fp32 as in SDPA's math backend
+
+    @staticmethod
+    def truth_sizes(op, shape):
+        """The keys, repeated for each query head, or the scores where these are more."""
+        of_all = shape.batch_size * shape.nheads * shape.seqlen_k * max(shape.head_dim, shape.seqlen_q)
+        return of_all, of_all // (shape.batch_size * shape.nheads_k)
+
+    def results(self, name, out):
+        """The read has no result to compare. Raises WrongResult if it has missed a word."""
+        if name == "read":
+            from .read import xor_of
+
+            if xor_of(out) != xor_of(self.args[-1].words):
+                raise WrongResult("the xor of all words is another")
+        return () if name == "read" else super().results(name, out)
+
+    def timed(self, function):
+        """(median, 20th and 80th percentile) in ms of a call, in a CUDA graph of one call on each cache."""
+        if self.device == "cpu":
+            return super().timed(function)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for args in self.calls:
+                function(*args)
+        warmups = math.ceil(WARMUP_MS / times_of_replays(graph, 1)[0])
+        # The host is ahead of the GPU, so that no launch is timed.
+        times = torch.tensor(times_of_replays(graph, warmups + REPLAYS)[warmups:], dtype=torch.float64)
+        return (times / len(self.calls)).quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
+
+    @functools.cached_property
+    def read(self):
+        """The numbers of the plain read, which has neither FLOPs nor memory of its own; {} where there is none."""
+        if self.device not in self.op.impls["read"].devices:
+            return {}
+        numbers = measure.numbers_of(self, "read")
+        return {key: numbers[key] for key in ("ms", "ms_p20", "ms_p80", "gbps", "us")}
+
+    def measured(self, name):
+        if "read" not in self.op.impls:
+            return super().measured(name)
+        return (self.read if name == "read" else super().measured(name)) | {"read_gbps": self.read.get("gbps")}
+
+
+class Append(Decode):
+    """The caches of decoding, in which the last key of each sample is the new one. Every call writes it again, so that
+    all calls read and write the same."""
+
+    def places_of(self, page_table):
+        """The indices of the new keys in a cache (N, Hk, S, D)."""
+        samples, last = torch.arange(self.shape.batch_size, device=self.device), self.seqused_k.long() - 1
+        size = self.options.get("page", self.shape.seqlen_k)
+        return samples if page_table is None else page_table[samples, last // size].long(), slice(None), last % size
+
+    def prepare(self, name):
+        """Fills the places of the new keys and values with NaN, if the call writes them."""
+        if not name.endswith(":attend"):
+            for x in self.args[1:3]:
+                x[self.places_of(self.caches[0][1])] = torch.nan
+
+    def ways_of(self, q, k, v, keywords):
+        places, before = self.places_of(keywords.get("page_table")), self.seqused_k - 1
+        k_new, v_new = (x[places].unsqueeze(2) for x in (k, v))
+        tables = quarter_turns(self.shape.seqlen_k, self.shape.head_dim // 16 * 8, self.device, q.dtype)
+        angles = [x[before.long()] for x in tables]
+        append = keywords | {"seqused_k": before, "k": k_new, "v": v_new}
+        rotary = append | {"k": rotated_back(k_new, *angles), "rotary_cos": tables[0], "rotary_sin": tables[1],
+                           "rotary_interleaved": False}
+        return {":attend": [(attention_with_kvcache, (q, k, v), keywords)],
+                "": [(attention_with_kvcache, (q, k, v), append)],
+                ":rotary": [(attention_with_kvcache, (rotated_back(q, *angles), k, v), rotary)]}
+
+
+def quarter_turns(positions, num_pairs, device, dtype):
+    """Cosines and sines (positions, num_pairs) of multiples of 90°, so that rotating back and forth is exact."""
+    turns = torch.arange(positions, device=device)[:, None] + torch.arange(num_pairs, device=device)
+    return [torch.tensor(values, device=device, dtype=dtype)[turns % 4] for values in ([1, 0, -1, 0], [0, 1, 0, -1])]
+
+
+def rotated_back(x, cos, sin):
+    """x (B, heads, 1, D), whose columns i and i + rotary_dim / 2 are turned back by the angles (B, rotary_dim / 2)."""
+    a, b, rest = x.split([cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    return torch.cat([a * cos + b * sin, b * cos - a * sin, rest], -1)
+
+
+class Mixed(Decode):
+    """Samples that decode one token each and, last, one that is prefilled, with as many keys as rows. q is packed.
+    Results are (out of the samples that decode (B, H, 1, D), out of the prefill (1, H, prefill, D))."""
+
+    def seqlens_of(self, shape):
+        return [shape.seqlen_k] * shape.batch_size + [shape.options["prefill"]]
+
+    def size_of_q(self):
+        return 1, self.shape.nheads, self.shape.batch_size + self.options["prefill"], self.shape.head_dim
+
+    def ways_of(self, q, k, v, keywords):
+        samples, prefill = self.shape.batch_size, self.options["prefill"]
+        begins = torch.tensor([*range(samples + 1), samples + prefill], dtype=torch.int32, device=self.device)
+        apart = [(attention_with_kvcache, (x, *((k, v) if "page_table" in keywords else (k[part], v[part]))),
+                  {name: values[part] for name, values in keywords.items()})
+                 for x, part in zip(self.parts_of(q), (slice(0, samples), slice(samples, samples + 1)))]
+        rows = [x[:, :, :prefill] for x in apart[1][1]]
+        return {"": [(attention_with_kvcache, (q, k, v), keywords | {"cu_seqlens_q": begins, "max_seqlen_q": prefill})],
+                ":apart": apart, ":dense": [apart[0], (flash_attention, rows, {})]}
+
+    def parts_of(self, q):
+        """q, or out, of the samples that decode (B, H, 1, D) and of the prefill (1, H, prefill, D)."""
+        samples = self.shape.batch_size
+        return q[0, :, :samples].transpose(0, 1).unsqueeze(2).contiguous(), q[:, :, samples:].contiguous()
+
+    def results(self, name, out):
+        return out if isinstance(out, tuple) else self.parts_of(out)
+
+    def pairs(self):
+        prefill = self.options["prefill"]
+        return self.shape.batch_size * self.shape.seqlen_k + prefill**2 / (2 if self.causal else 1)
+
+    def exact(self, q, k, v):
+        (decoding, prefilled), rows = self.parts_of(q), self.options["prefill"]
+        return (reference_attention(decoding, k[:-1], v[:-1]),
+                reference_attention(prefilled, k[-1:, :, :rows], v[-1:, :, :rows], self.causal))
+
+    base = exact
+
+    @staticmethod
+    def truth_sizes(op, shape):
+        """As of decoding for one more sample, or the scores of the prefill where these are more."""
+        keys = (shape.batch_size + 1) * shape.seqlen_k * shape.head_dim
+        of_all = shape.nheads * max(keys, shape.options["prefill"]**2)
+        return of_all, of_all // shape.nheads_k
+
+    def judged(self, x):
+        """All of x, or, where that does not fit in fp64, one key/value head of all samples."""
+        return x if truth_fits(self.truth_sizes(self.op, self.shape)[0], self.device) else self.one_head(x)

@@ -1,0 +1,387 @@
+"""Cases: the inputs of one setting, the truth in fp64, the error that it allows, and the work that a row counts.
+
+Read next: caches.py, cases of caches; options.py, the table of operations; measure.py, which makes a row of the JSON.
+"""
+
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
+
+from .. import reference_attention
+from ..checks import MAX_HEAD_DIM
+from ..reference.dropout import seed_with_origins
+from ..toolkit.validation import allowed_error
+from .impls import KINDS, SCORES, Call, backward_of, causal_mask, deterministic_torch, forced, sdpa, step_of
+from .measure import FP8_DTYPE_NAMES, MEASURED, each, normal, numbers_of, timed, truth_fits
+
+# The columns of rows, by their op: those between sizes and numbers, and those behind the numbers.
+SIZES = ("head_dim", "causal", "batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
+COLUMNS = {op: ("op", "impl", "dtype", *SIZES, *more.split(), *MEASURED, *behind.split()) for op, more, behind in (
+    ("forward", "", ""), ("backward", "deterministic dropout_p", ""), ("forward_backward", "", ""),
+    ("varlen", "lengths", ""), ("varlen_backward", "lengths", ""), ("window", "window_size", ""), ("sinks", "", ""),
+    ("scores", "score", ""), ("decode", "page_size lengths", "us read_gbps"), ("append", "page_size lengths", "us"),
+    ("mixed", "page_size prefill", "us"))} | {"matmul": ("op", "impl", "dtype", "m", "n", "k", *MEASURED)}
+
+# Lengths that were drawn once, by their name.
+DRAWN = {"16 of 64..4096": (862, 1654, 712, 3359, 1799, 1201, 2383, 3162, 2852, 3536, 3181, 2413, 457, 1050, 3908,
+                            3372)}
+SOFTCAP = 30.0  # far above most scores of normal q and k: what ignores it is only judged wrong in float32
+SEEN = 0.75  # of the keys, by a mask
+
+
+@functools.lru_cache
+def lengths_of(text):
+    """(32, 32, 8) of "2 x 32 + 8", or those of DRAWN. Raises ValueError."""
+    if text in DRAWN:
+        return DRAWN[text]
+    lengths = ()
+    for part in text.split(" + "):
+        found = re.fullmatch(r"(?:([1-9]\d*) x )?([1-9]\d*)", part, re.ASCII)
+        if not found:
+            raise ValueError(f"{text!r} is neither {', '.join(map(repr, DRAWN))} nor lengths such as '8192 + 64 x 128'")
+        lengths += (int(found[2]),) * int(found[1] or 1)
+    return lengths
+
+
+class Shape(NamedTuple):
+    """The sizes of q (B, H, Sq, D) and of k and v (B, Hk, Sk, D), and in words what else a call has, such as "window
+    512". A packed batch has its lengths there; its B and S are the number of samples and the longest one."""
+
+    batch_size: int
+    nheads: int
+    seqlen_q: int
+    head_dim: int
+    nheads_k: int
+    seqlen_k: int
+    more: str = ""
+
+    def __str__(self):
+        if self.kind == "packed":
+            return f"{self.more},{self.nheads},{self.head_dim},{self.nheads_k}"
+        sizes = self[:4] if self[4:6] == (self.nheads, self.seqlen_q) else self[:6]
+        return f"{','.join(map(str, sizes))} {self.more}".rstrip()
+
+    @property
+    def options(self):
+        """{word: its number, or True}"""
+        found = re.findall(r"([a-z]+)(?: (\d\S*))?", "" if self.more[:1].isdecimal() else self.more)
+        return {name: (int(x) if x.isdecimal() else float(x)) if x else True for name, x in found}
+
+    @property
+    def kind(self):
+        """One of KINDS."""
+        if self.more[:1].isdecimal():
+            return "packed"
+        first = self.more.partition(" ")[0]
+        return "pages" if self.options.keys() & {"page", "drawn"} else first if first in KINDS else "dense"
+
+    @property
+    def pairs(self):
+        """The pairs of a row and a key, in each head of all samples."""
+        return sum(x * x for x in lengths_of(self.more)) if self.kind == "packed" else \
+            self.batch_size * self.seqlen_q * self.seqlen_k
+
+
+def shape_of(text, form):
+    """The shape that a text names, such as "1,16,16384,128 window 512". form: a regular expression for what stands
+    behind the sizes, or "packed" if lengths may be in their place. Raises ValueError."""
+    sizes, _, more = text.partition(" ")
+    if form == "packed" and not text.split(",")[0].isdecimal():
+        more, *sizes = text.split(",")
+        lengths = lengths_of(more)
+        nheads, head_dim, nheads_k = ints(sizes, 3)
+        shape = Shape(len(lengths), nheads, max(lengths), head_dim, nheads_k, max(lengths), more)
+    else:
+        if not re.fullmatch("" if form == "packed" else form, more, re.ASCII):
+            raise ValueError(f"{more!r} stands behind the sizes")
+        b, h, seqlen_q, d, *keys = ints(sizes.split(","), 4, 6)
+        shape = Shape(b, h, seqlen_q, d, *(keys or (h, seqlen_q)), more or "none" * ("none" in form))
+    page, prefill = (shape.options.get(x, 1) for x in ("page", "prefill"))
+    if shape.nheads % shape.nheads_k or shape.head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"H must be a multiple of Hk, and D at most {MAX_HEAD_DIM}")
+    if shape.seqlen_k % page or prefill > shape.seqlen_k:
+        raise ValueError("Sk must be a multiple of the page size, and a prefill at most Sk")
+    return shape
+
+
+def ints(words, *counts):
+    """Positive ints; ValueError if there are others, or not as many as one of counts."""
+    if counts and len(words) not in counts:
+        raise ValueError(f"there are {len(words)} numbers, not {' or '.join(map(str, counts))}")
+    for x in words:
+        if not (x.isdecimal() and int(x)):
+            raise ValueError(f"{x!r} is not a positive integer")
+    return [int(x) for x in words]
+
+
+def count(text):
+    """A positive int; ValueError if it is none."""
+    return ints([text], 1)[0]
+
+
+def fp8_base(q, k, v, causal):
+    """Attention in fp32 but for P, which is rounded to fp8. Its error is the base of the error rule for fp8. Returns
+    bf16."""
+    k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q.float() @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]))
+    if causal:
+        scores = scores.masked_fill(~causal_mask(q.shape[2], k.shape[2], q.device), -math.inf)
+    P = (scores - scores.amax(-1, keepdim=True)).exp_()
+    return (P.to(q.dtype).float() @ v / P.sum(-1, keepdim=True)).bfloat16()
+
+
+def gradients_of(forward, q, k, v, dout):
+    qkv = [x.detach().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(forward(*qkv), qkv, dout)
+
+
+class Case:
+    """One setting of attention, forward or with gradients. truth and tolerance are tuples, for dq, dk and dv of
+    gradients. They are None where even one head in fp64 would not fit."""
+
+    # {gradients: (op of rows, FLOPs over those of a forward pass)}. A backward pass has five products, as it forms Q Kᵀ
+    # again, and a forward pass has two.
+    passes = {None: ("forward", 1), backward_of: ("backward", 2.5), step_of: ("forward_backward", 3.5)}
+
+    def __init__(self, op, setting, device):
+        self.op, self.device = op, device
+        self.shape, self.dtype, self.causal = setting
+        self.options = self.shape.options
+        torch.manual_seed(0)
+        q, k, v = self.inputs()
+        self.call = self.make_call()
+        self.pass_name, flops = self.passes[op.gradients]
+        self.flops = flops * 4 * self.shape.nheads * self.shape.head_dim * self.pairs()
+        self.out_bytes = q.nbytes * (2 if self.dtype in FP8_DTYPE_NAMES else 1)
+        bias = self.call.keywords.get("attn_bias")
+        self.bytes = q.nbytes + k.nbytes + v.nbytes + self.out_bytes + (0 if bias is None else bias.nbytes)
+        tensors = [q, k, v]
+        if op.gradients:
+            tensors = [*(x.requires_grad_() for x in tensors), torch.randn_like(q)]
+            forward_bytes, self.out_bytes = self.bytes, q.nbytes + k.nbytes + v.nbytes
+            self.bytes = 2 * self.out_bytes + 2 * q.nbytes  # dout and out, which gives delta
+            self.bytes += forward_bytes if op.gradients is step_of else 0
+        self.args = *tensors, self.call
+        self.truth = self.tolerance = None
+        if self.has_truth(op, self.shape, device):
+            judged = [self.judged(x) for x in tensors]
+            exact, base = (functools.partial(gradients_of, f) if op.gradients else f for f in (self.exact, self.base))
+            self.truth, by_torch = each(exact(*(x.double() for x in judged))), each(base(*judged))
+            # Four times the base's error, where the forward has two: MATH keeps P, all others form it again from lse.
+            factor = 2 if op.gradients else 1
+            self.tolerance = tuple(factor * allowed_error(*pair) for pair in zip(by_torch, self.truth))
+
+    def inputs(self):
+        """q, k and v. Those of a packed batch are views (1, H, T, D) of memory (T, H, D), as a model has them."""
+        b, h, seqlen_q, d, h_k, seqlen_k = self.shape[:6]
+        if self.shape.kind == "packed":
+            total = sum(lengths_of(self.shape.more))
+            return [normal((total, heads, d), self.device, self.dtype).transpose(0, 1)[None] for heads in (h, h_k, h_k)]
+        sizes = (b, h, seqlen_q, d), (b, h_k, seqlen_k, d), (b, h_k, seqlen_k, d)
+        return [normal(size, self.device, self.dtype) for size in sizes]
+
+    # What the call has, by the kind of the shape.
+
+    def make_call(self):
+        shift, causal = self.shape.seqlen_k - self.shape.seqlen_q, self.causal
+        call = Call(causal, mask_mod=(lambda b, h, row, col: col <= row + shift) if causal else None)
+        getattr(self, f"add_{self.shape.kind}", lambda call, shift: None)(call, shift)
+        bias = call.keywords.get("attn_bias")
+        if bias is not None:  # SDPA takes no is_causal beside attn_mask
+            seen = causal_mask(self.shape.seqlen_q, self.shape.seqlen_k, self.device) if causal else None
+            call.attn_mask = bias if not causal else bias & seen if bias.dtype == torch.bool else \
+                bias.masked_fill(~seen, -math.inf)
+        return call
+
+    def add_packed(self, call, shift):
+        lengths = torch.tensor(lengths_of(self.shape.more), device=self.device)
+        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        sample, longest, causal = torch.repeat_interleave(lengths), self.shape.seqlen_q, self.causal
+        call.keywords = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest)
+        call.mask_mod = lambda b, h, row, col: (
+            (sample[row] == sample[col]) & (col <= row) if causal else sample[row] == sample[col])
+
+    def add_window(self, call, shift):
+        left, right = call.keywords["window_size"] = self.window_size
+        call.mask_mod = lambda b, h, row, col: (col >= row + shift - left) & (col <= row + shift + right)
+
+    def add_sinks(self, call, shift):
+        call.keywords = dict(sinks=torch.randn(self.shape.nheads, device=self.device))
+
+    def add_softcap(self, call, shift):
+        call.keywords = dict(softcap=SOFTCAP)
+        call.score_mod = lambda score, b, h, row, col: SOFTCAP * torch.tanh(score / SOFTCAP)
+
+    def add_alibi(self, call, shift):
+        """The slopes of Press et al.: a geometric sequence from 2^(-8/H) down to 2^-8."""
+        heads = torch.arange(1, self.shape.nheads + 1, device=self.device, dtype=torch.float32)
+        slopes = call.keywords["alibi_slopes"] = 2 ** (-8 / self.shape.nheads * heads)
+        call.score_mod = lambda score, b, h, row, col: score - slopes[h] * abs(row + shift - col)
+
+    def add_bias(self, call, shift):
+        bias = call.keywords["attn_bias"] = normal((1, self.shape.nheads, self.shape.seqlen_q, self.shape.seqlen_k),
+                                                   self.device, self.dtype)
+        call.score_mod = lambda score, b, h, row, col: score + bias[0, h, row, col]
+
+    def add_mask(self, call, shift):
+        mask = torch.rand(1, 1, self.shape.seqlen_q, self.shape.seqlen_k, device=self.device) < SEEN
+        mask[..., 0] = True  # no row is empty, causal or not
+        call.keywords["attn_bias"] = mask
+        call.score_mod = lambda score, b, h, row, col: torch.where(mask[0, 0, row, col], score, -math.inf)
+
+    def add_deterministic(self, call, shift):
+        call.keywords = dict(deterministic=True)
+
+    def add_dropout(self, call, shift):
+        call.keywords = dict(dropout_p=self.options["dropout"], deterministic=False,
+                             dropout_seed=torch.zeros(1, dtype=torch.int64, device=self.device))
+
+    @property
+    def window_size(self):
+        """(left, right); the right side is 0 with a causal mask, else equal to the left one."""
+        left = self.options["window"]
+        return left, 0 if self.causal else left
+
+    def pairs(self):
+        """How many pairs of a row and a key FLOPs count, in each head: all that a mask of the shape shows."""
+        if self.shape.kind != "window":
+            return self.shape.pairs / (2 if self.causal else 1)
+        left, right = self.window_size
+        diagonals = range(self.shape.seqlen_k - self.shape.seqlen_q, self.shape.seqlen_k)
+        seen = (min(x + right, self.shape.seqlen_k - 1) - max(x - left, 0) + 1 for x in diagonals)
+        return self.shape.batch_size * sum(max(x, 0) for x in seen)
+
+    # The truth.
+
+    def exact(self, q, k, v):
+        """The result for judged heads, which are the last ones, in the precision of q."""
+        if self.shape.kind == "packed":
+            return self.by_sample(functools.partial(reference_attention, causal=self.causal), q, k, v)
+        keywords = {x: y for x, y in self.call.keywords.items() if x != "deterministic"}
+        for name in keywords.keys() & {"sinks", "alibi_slopes"}:
+            keywords[name] = keywords[name][-q.shape[1]:]
+        if "sinks" in keywords:
+            keywords["sinks"] = keywords["sinks"].to(torch.promote_types(q.dtype, torch.float32))
+        if "attn_bias" in keywords:
+            bias = keywords["attn_bias"][:, -q.shape[1]:]
+            keywords["attn_bias"] = bias if bias.dtype == torch.bool else bias.to(q.dtype)
+        if "dropout_seed" in keywords:  # the same elements are dropped as in the whole call
+            head, first = self.shape.nheads - q.shape[1], self.shape.batch_size - q.shape[0]
+            origins = torch.tensor([[0, 0, head, x] for x in range(first, self.shape.batch_size)], device=self.device)
+            keywords["dropout_seed"] = seed_with_origins(keywords["dropout_seed"], origins)
+        return reference_attention(q, k, v, self.causal, **keywords)
+
+    def base(self, q, k, v):
+        """PyTorch's result in the dtype of the inputs, whose error sets the error that is allowed: that of SDPA's math
+        backend, or where SDPA has no such call the reference, which has scores in fp32, too."""
+        if self.dtype in FP8_DTYPE_NAMES:
+            return fp8_base(q, k, v, self.causal)
+        if self.shape.kind not in ("dense", "packed"):
+            return self.exact(q, k, v)
+        math_sdpa = functools.partial(sdpa, call=Call(self.causal), backend=SDPBackend.MATH)
+        return self.by_sample(math_sdpa, q, k, v) if self.shape.kind == "packed" else math_sdpa(q, k, v)
+
+    def by_sample(self, forward, *qkv):
+        """forward of each sample of a packed batch. The scores of one sample alone are in memory, in the backward pass
+        too, which forms them again."""
+        samples = zip(*(x.split(lengths_of(self.shape.more), dim=2) for x in qkv))
+        return torch.cat([checkpoint(forward, *sample, use_reentrant=False) for sample in samples], 2)
+
+    @staticmethod
+    def truth_sizes(op, shape):
+        """Elements in fp64 that the truth needs, and that of one key/value head of one sample: the scores. Autograd
+        keeps them and makes their gradients, and what dropout makes of them."""
+        copies = 1 if not op.gradients else 4 if shape.kind in ("deterministic", "dropout") else 3
+        of_one = shape.nheads // shape.nheads_k * shape.seqlen_q * shape.seqlen_k
+        return copies * shape.nheads * shape.pairs, copies * of_one
+
+    @classmethod
+    def has_truth(cls, op, shape, device):
+        return truth_fits(cls.truth_sizes(op, shape)[1], device)
+
+    def judged(self, x):
+        """The part of x (B, H or Hk, S, D) that is compared with the truth. This is all of x if that fits in fp64. Else
+        it is the last key/value head of the last sample, or the query heads that read it."""
+        return x if truth_fits(self.truth_sizes(self.op, self.shape)[0], self.device) else self.one_head(x[-1:])
+
+    def one_head(self, x):
+        return x[:, -(x.shape[1] // self.shape.nheads_k):]
+
+    # What is measured.
+
+    def function(self, name):
+        """The function of args that runs an implementation."""
+        impl = self.op.impls[name]
+        if not self.op.gradients:
+            return impl.forward
+        gradients = self.op.gradients(impl.forward)
+        if self.shape.kind == "deterministic" and not impl.backend:
+            return deterministic_torch()(gradients)
+        return forced(impl.kernel, gradients) if impl.kernel else gradients  # a backward pass chooses its kernel anew
+
+    def prepare(self, name):
+        """Called before a call that is judged."""
+
+    def results(self, name, out):
+        """The tensors of a result that are compared with the truth; () where nobody knows it: what a peer drops."""
+        return () if self.shape.kind == "dropout" and not self.op.impls[name].backend else each(out)
+
+    def timed(self, function):
+        return timed(self.device, function, *self.args)
+
+    def measured(self, name):
+        """The numbers of a row."""
+        return numbers_of(self, name)
+
+    def row(self, name, numbers):
+        """A row of the JSON. In a run of packed batches, windows or sinks, dense shapes have the op of dense runs."""
+        op = self.op.row or self.pass_name
+        if self.shape.kind == "packed":
+            op = "varlen_backward" if self.op.gradients else "varlen"
+        elif self.shape.kind in ("window", "sinks"):
+            op = self.shape.kind
+        kind, options = self.shape.kind, self.options
+        known = {"op": op, "impl": name, "dtype": self.dtype, "causal": self.causal, "prefill": options.get("prefill"),
+                 "deterministic": kind == "deterministic", "dropout_p": options.get("dropout", 0.0),
+                 "score": kind if kind in SCORES else "none", "page_size": options.get("page", 0),
+                 "lengths": self.shape.more if kind == "packed" else "drawn" if "drawn" in options else "full",
+                 "window_size": list(self.window_size) if kind == "window" else None}
+        known |= self.shape._asdict() | numbers
+        return {key: known.get(key) for key in COLUMNS[op]}
+
+
+class MatmulShape(NamedTuple):
+    m: int
+    n: int
+    k: int
+
+    kind = "dense"
+
+    def __str__(self):
+        return ",".join(map(str, self))
+
+
+class Matmul(Case):
+    """Normal a (m, k) and b (k, n), their product in fp64, and the error it allows."""
+
+    def __init__(self, op, setting, device):
+        self.op, self.device, self.options = op, device, {}
+        self.shape, self.dtype, self.causal = setting
+        m, n, k = self.shape
+        torch.manual_seed(0)
+        a, b = self.args = normal((m, k), device, self.dtype), normal((k, n), device, self.dtype)
+        self.flops, self.out_bytes = 2 * m * n * k, m * n * a.element_size()
+        self.bytes = a.nbytes + b.nbytes + self.out_bytes
+        self.truth = self.tolerance = None
+        if self.has_truth(op, self.shape, device):
+            self.truth = (a.double() @ b.double(),)
+            self.tolerance = (allowed_error(a @ b, *self.truth),)
+
+    @staticmethod
+    def truth_sizes(op, shape):
+        return (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n,) * 2

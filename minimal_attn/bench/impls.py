@@ -1,0 +1,222 @@
+"""The implementations of attention that are compared: ours by each kernel, and every peer that can be imported.
+
+Each is a function (q, k, v, call) -> out of tensors (B, H, S, D), or it raises where it cannot serve them. Read next:
+cases.py, what they are called with; caches.py, those of caches.
+"""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from .. import activated, flash_attention, flash_attn_func, flash_attn_varlen_func, force_kernel
+from ..options import Lengths
+from ..reference.scores import visible_keys
+from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, Impl, host_us
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+HALVES = ("float16", "bfloat16")
+SCORES = ("none", "softcap", "alibi", "bias", "mask")
+# What a call has beside a causal mask.
+KINDS = ("dense", "packed", "window", "sinks", *SCORES[1:], "deterministic", "dropout", "pages")
+
+
+@dataclass(eq=False)  # one is like no other, so that what is cached by it is its own
+class Call:
+    """Arguments beside q, k and v."""
+
+    causal: bool
+    keywords: dict = field(default_factory=dict)  # of flash_attention and reference_attention
+    mask_mod: Callable | None = None  # (b, h, row, col) -> whether the row sees the key, for FlexAttention
+    score_mod: Callable | None = None  # (score, b, h, row, col) -> score, for FlexAttention
+    attn_mask: torch.Tensor | None = None  # the bias or the mask, with a causal mask in it, for SDPA
+
+
+def flash(q, k, v, call, backend):
+    return flash_attention(q, k, v, call.causal, backend=backend, **call.keywords)
+
+
+@functools.lru_cache(maxsize=1)  # not part of what is timed
+def causal_mask(seqlen_q, seqlen_k, device):
+    return visible_keys(seqlen_q, seqlen_k, (-1, 0), Lengths(), device)
+
+
+def manual(q, k, v, call):
+    """Plain attention: all scores go to memory and come back, several times."""
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    att = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]))
+    if call.causal:
+        att = att.masked_fill(~causal_mask(q.shape[2], k.shape[2], q.device), -math.inf)
+    return att.softmax(-1) @ v
+
+
+def sdpa(q, k, v, call, backend):
+    mask = call.attn_mask
+    if mask is None and call.causal and q.shape[2] != k.shape[2]:  # SDPA's is_causal is aligned top-left
+        mask = causal_mask(q.shape[2], k.shape[2], q.device)
+    with sdpa_kernel(backend), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a backend that cannot serve warns of every reason, then raises
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=call.keywords.get("dropout_p", 0.0),
+                                            is_causal=call.causal and mask is None,
+                                            enable_gqa=q.shape[1] != k.shape[1])
+
+
+@functools.lru_cache(maxsize=1)  # one shape at a time, tuned at its first call and forgotten at that of the next
+def compiled_flex(shape_q, shape_k, dtype, mask_mod, score_mod):
+    """FlexAttention compiled for one shape: (q, k, v) -> out. Its mask is made here, outside of what is timed."""
+    from torch._inductor import config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()
+    config.compile_threads = 1  # threads alone: what worker processes compile, this one compiles again to time it
+    mask = mask_mod and create_block_mask(mask_mod, None, None, shape_q[2], shape_k[2], device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
+    return functools.partial(compiled, score_mod=score_mod, block_mask=mask, enable_gqa=shape_q[1] != shape_k[1])
+
+
+def flex(q, k, v, call):
+    return compiled_flex(q.shape, k.shape, q.dtype, call.mask_mod, call.score_mod)(q, k, v)
+
+
+def package(q, k, v, call, module):
+    """flash_attn_func of a package, whose tensors are (B, S, H, D); some of its versions return (out, lse)."""
+    function = importlib.import_module(module).flash_attn_func
+    out = function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=call.causal)
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=1)  # not part of what is timed
+def repeated(k, v, times):
+    return tuple(x.repeat_interleave(times, dim=1) for x in (k, v))
+
+
+def torch_varlen(q, k, v, call):
+    """varlen_attn of torch, FlashAttention-2. Where it has no enable_gqa, keys are repeated outside of what is
+    timed."""
+    known, keywords = inspect.signature(varlen_attn).parameters, {}
+    if call.causal:
+        keywords = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        keywords["enable_gqa"] = q.shape[1] != k.shape[1]
+    elif q.shape[1] != k.shape[1]:
+        k, v = repeated(k, v, q.shape[1] // k.shape[1])
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    bounds, longest = call.keywords["cu_seqlens_q"], call.keywords["max_seqlen_q"]
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, **keywords).transpose(0, 1)[None]
+
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+flash_cuda, flash_triton = (functools.partial(flash, backend=backend) for backend in ("cuda", "triton"))
+
+
+def forced(kernel, function):
+    """function by one kernel of csrc."""
+    def by_this(*args):
+        with force_kernel(kernel):
+            return function(*args)
+
+    return by_this
+
+
+def by_kernel(kernel, is_here, dtypes=DTYPE_NAMES):
+    return Impl(forced(kernel, flash_cuda), ("cuda",) * is_here, "cuda", dtypes, KINDS, kernel)
+
+
+def of_torch(backend, devices=("cuda",)):
+    return Impl(functools.partial(sdpa, backend=backend), devices,
+                kinds=("dense", "bias", "mask", "deterministic", "dropout"))
+
+
+IMPLS = {
+    "manual": Impl(manual),
+    "cuda:simt": by_kernel("simt", True),
+    "cuda:sm80": by_kernel("sm80", CAPABILITY >= (8, 0), HALVES),
+    "cuda:sm90": by_kernel("sm90", CAPABILITY == (9, 0), HALVES),
+    "cuda:dmma": by_kernel("dmma", CAPABILITY == (9, 0), ("float32",)),
+    "cuda:host": Impl(flash_cuda, ("cpu",), "cuda", kinds=KINDS),
+    "triton": Impl(flash_triton, backend="triton", dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES, kinds=KINDS),
+    "torch:cudnn": of_torch(SDPBackend.CUDNN_ATTENTION),
+    "torch:flash": of_torch(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu")),
+    "torch:efficient": of_torch(SDPBackend.EFFICIENT_ATTENTION),
+    "torch:math": of_torch(SDPBackend.MATH, ("cuda", "cpu")),
+    "torch:varlen": Impl(torch_varlen, ("cuda",) * (varlen_attn is not None), dtypes=HALVES, kinds=("packed",)),
+    "flex": Impl(flex, ("cuda",), dtypes=HALVES,  # each shape is compiled and tuned, too long for a demo in fp32
+                 kinds=("dense", "packed", "window", *SCORES[1:])),
+    **{module: Impl(functools.partial(package, module=module), ("cuda",), dtypes=HALVES)  # FlashAttention-2 and -3
+       for module in ("flash_attn", "flash_attn_interface") if importlib.util.find_spec(module)},
+}
+
+
+# Gradients: (q, k, v, dout, call) -> (dq, dk, dv).
+
+def backward_of(forward):
+    """Only the backward pass, by the graph that the first call with these tensors made."""
+    def backward(q, k, v, dout, call):
+        return torch.autograd.grad(graph_of(forward, q, k, v, call), (q, k, v), dout, retain_graph=True)
+
+    return backward
+
+
+@functools.lru_cache(maxsize=1)  # what one implementation saves must not take memory from the next
+def graph_of(forward, q, k, v, call):
+    return forward(q, k, v, call)
+
+
+def step_of(forward):
+    """Both passes, by a graph that is made in the call."""
+    def step(q, k, v, dout, call):
+        return torch.autograd.grad(forward(q, k, v, call), (q, k, v), dout)
+
+    return step
+
+
+@contextmanager
+def deterministic_torch():
+    """torch's own operations are deterministic, or raise. New memory is not filled, which would take time."""
+    was_on, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def host_cost(gradients):
+    """{name: µs} that a small call takes on the host: a forward pass, or both passes if gradients are wanted."""
+    q, k, v, dout = torch.randn(4, 1, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
+    rows = q.transpose(1, 2).contiguous()  # (B, S, H, D)
+    packed, bounds = rows[0], torch.tensor([0, 64], dtype=torch.int32, device="cuda")
+    contexts = {f"torch:{name}": functools.partial(sdpa_kernel, getattr(SDPBackend, f"{name.upper()}_ATTENTION"))
+                for name in ("flash", "efficient", "cudnn")}
+    contexts |= {"activated": activated, "cuda:sm80": functools.partial(force_kernel, "sm80")}
+    by_torch = dict.fromkeys(("torch:flash", "torch:efficient", "torch:cudnn", "torch", "activated"),
+                             scaled_dot_product_attention)
+    if not gradients:
+        calls = {name: lambda f=f: f(q, q, q) for name, f in {"flash_attention": flash_attention, **by_torch}.items()}
+        calls |= {"flash_attn_func": lambda: flash_attn_func(rows, rows, rows), "flash_attn_varlen_func": lambda:
+                  flash_attn_varlen_func(packed, packed, packed, bounds, bounds, 64, 64),
+                  "empty_like": lambda: torch.empty_like(q)}
+        with torch.no_grad():
+            return host_us(calls, contexts)
+    qkv = [x.requires_grad_() for x in (q, k, v)]
+    forwards = {"flash_attention": flash_attention, "cuda:sm80": functools.partial(flash_attention, backend="cuda"),
+                "triton": functools.partial(flash_attention, backend="triton"), **by_torch}
+    steps = {name: lambda f=f: torch.autograd.grad(f(*qkv), qkv, dout) for name, f in forwards.items()}
+    return host_us(steps, contexts)
