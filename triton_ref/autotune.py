@@ -68,6 +68,23 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
     return chosen
 
 
+def fastest_launch(kernel, key, configs, launch, arguments, autotune):
+    """The Launch, made by launch(config), of the fastest of configs for these arguments; the first one without
+    autotune. The first argument is a tensor."""
+    launches = {}
+
+    def launch_of(config):
+        name = tuple(config.values())
+        if name not in launches:
+            launches[name] = launch(config)
+        return launches[name]
+
+    if autotune:
+        run_config = lambda config: launch_of(config)(*arguments)  # noqa: E731
+        return launch_of(fastest(kernel, key, configs, run_config, arguments[0].device))
+    return launch(configs[0])
+
+
 def is_on():
     """Whether anything is measured at all: not in Triton's interpreter, nor with MINIMAL_ATTN_AUTOTUNE=0."""
     return not triton.knobs.runtime.interpret and os.environ.get("MINIMAL_ATTN_AUTOTUNE") != "0"

@@ -19,7 +19,7 @@ from minimal_attn.options import Options
 from minimal_attn.reference import reference_attention
 
 from . import attention_bwd
-from .attention import INTERPRETING, block_d, properties, run, shared_memory
+from .attention import INTERPRETING, block_d, config_of, properties, run, shared_memory
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM: int, BN: int) -> Tensor:
@@ -65,8 +65,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM
     scale = 1 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
     kBlockD, limit = block_d(q.dtype, head_dim), properties(q.device).max_shared_memory
     num_stages = next((n for n in (3, 2) if shared_memory(q.dtype, BM, BN, kBlockD, n) <= limit), 1)
-    config = dict(kBlockM=BM, kBlockN=BN, kBlockD=kBlockD, kBlockDv=kBlockD, num_warps=8 if BM >= 128 else 4,
-                  num_stages=num_stages)
+    config = config_of(BM, BN, 8 if BM >= 128 else 4, num_stages, kBlockD, kBlockD)
     try:
         return _Attention.apply(q, k, v, scale, bool(causal), config)
     except OutOfResources as error:

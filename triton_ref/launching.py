@@ -144,19 +144,6 @@ def sum_splits(out, split_stride, kSplits):
     return Launch(_sum_splits, -(-out.numel() // 1024), (out.numel(), split_stride, kSplits, 1024))
 
 
-def once(launch):
-    """launch(config), called once for each config."""
-    made = {}
-
-    def launch_of(config):
-        name = tuple(config.values())
-        if name not in made:
-            made[name] = launch(config)
-        return made[name]
-
-    return launch_of
-
-
 # Parameters that should not be compiled for: a window's size, and in a packed batch what changes from call to call.
 # Kernels of other batches do not read their batch_size.
 WINDOW = "window_left", "window_right"
@@ -174,7 +161,7 @@ def num_samples(q, lengths):
     return lengths.cu_seqlens_q.shape[0] - 1 if lengths.is_packed else q.shape[0]
 
 
-def kind_of(q, k, lengths, window):
+def kind_of(q, k, options):
     """The part of a tuning key that says on what a choice of tiles depends beside dtype and head_dim.
 
     Lengths of tensors are rounded up to a power of two: 1025 to 2048 are tuned as one. Lengths of packed batches are
@@ -182,8 +169,11 @@ def kind_of(q, k, lengths, window):
     keys that a row sees counts as well, rounded in the same way: in a narrow window a large tile computes much that the
     mask then drops.
     """
-    left, right, is_causal, is_local = mask_of(window)
-    kind = is_causal, is_local, lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None
+    lengths, bias = options.lengths, options.attn_bias
+    left, right, is_causal, is_local = mask_of(options.window)
+    kind = (is_causal, is_local, lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None,
+            options.dropout_seed is not None, options.alibi_slopes is not None, options.softcap > 0,
+            bias if bias is None else (str(bias.dtype), bias.shape[2] > 1, bias.shape[3] > 1))
     sizes = () if lengths.is_packed else (q.shape[2], k.shape[2])
     if is_local:
         sizes += (left + right + 1,)
@@ -193,6 +183,13 @@ def kind_of(q, k, lengths, window):
 def layouts(*tensors):
     """All of tensors, or None, that a compiled kernel depends on."""
     return tuple(x if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors)
+
+
+def plan_key(options, q, *tensors):
+    """All of a call that its launches depend on. Its numbers may be others in the next call: softmax_scale but for the
+    sign, softcap, dropout_p."""
+    return (q.device, options.window, options.softmax_scale < 0, options.softcap > 0,
+            *layouts(q, *tensors, *options.tensors))
 
 
 def remember(plans, key, plan, device):

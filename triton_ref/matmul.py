@@ -20,7 +20,7 @@ from torch import Tensor
 from minimal_attn.checks import check_matmul, check_no_derivative, is_eager
 
 from . import autotune
-from .launching import INTERPRETING, Launch, layouts, once, properties, remember, sum_splits
+from .launching import INTERPRETING, Launch, layouts, properties, remember, sum_splits
 
 
 @triton.jit
@@ -218,20 +218,21 @@ def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
     if capability < 90 or None in dims or a.dtype == torch.float32 or n % 8:
         dims = None
     gpu = dims is not None, num_sms, shared_memory
-    launch_of = once(lambda config: _launch(a, b, c, dims, num_sms, config))
+    key = None
     if None not in (block_m, block_n, block_k):
         config = _config(a.dtype, block_m, block_n, block_k, 1, dims is not None, shared_memory)
         if config["num_stages"] < 1:
             raise ValueError(f"block_m, block_n and block_k must fit {shared_memory} bytes of shared memory, which "
                              f"{block_m}, {block_n} and {block_k} do not in {a.dtype}")
+        configs = [config]
     elif use_autotune:
         sizes = _bucket(m), _bucket(n), _bucket(k)
         layout = dims or tuple(stride == 1 for stride in (*a.stride(), *b.stride()))
         configs, key = _ranked(a.dtype, *sizes, *gpu), (str(a.dtype), *sizes, *layout)
-        config = autotune.fastest("matmul", key, configs, lambda config: launch_of(config)(a, b, c), a.device)
     else:
-        config = tile_config(a.dtype, m, n, k, *gpu)
-    return launch_of(config)
+        configs = [tile_config(a.dtype, m, n, k, *gpu)]
+    return autotune.fastest_launch("matmul", key, configs, lambda config: _launch(a, b, c, dims, num_sms, config),
+                                   (a, b, c), use_autotune)
 
 
 def _bucket(size):

@@ -4,77 +4,65 @@ Read next: attention.py, the forward pass; attention_bwd.py, the backward pass; 
 append.py, which fills one; ../minimal_attn/backends/ops.py, the derivative.
 """
 
-from typing import Optional, Tuple
-
 import torch
 
 from minimal_attn.backends import ops
 from minimal_attn.backends.triton import Twin, register
 from minimal_attn.checks import FP8_DTYPES, check_fp8, empty_outputs, is_eager, wants_gradient
-from minimal_attn.options import Cache, Lengths, Options
+from minimal_attn.options import Append, Cache, Lengths, Options
 
 from . import append, attention, attention_bwd, decode
 from .launching import INTERPRETING
 from .matmul import triton_matmul
 
+# The arguments of Options.of_op, and autotune.
+OPTIONS = ("Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? sinks, "
+           "Tensor? alibi_slopes, Tensor? attn_bias, float softmax_scale, float softcap, SymInt window_left, "
+           "SymInt window_right, float dropout_p=0., Tensor? dropout_seed=None, bool autotune=True")
+NUM_OPTIONS = OPTIONS.count(",") + 1
+
 
 def _options(*of_op):
-    """The Options of an op's arguments after its tensors: those of Options.of_op, autotune and in the forward pass
-    descales."""
-    *tensors, softmax_scale, softcap, left, right, dropout_p, dropout_seed, autotune = of_op[:14]
-    *lengths, sinks, alibi_slopes, attn_bias = tensors
+    """The Options of an op's arguments OPTIONS, and of descales. torch leaves out the last ones that are defaults."""
+    of_op += (0.0, None, True, None, None, None)[len(of_op) - 11:]
+    *lengths, sinks, slopes, bias, softmax_scale, softcap, left, right, dropout_p, dropout_seed, autotune = of_op[:14]
     return Options(softmax_scale, (left, right), Lengths(*lengths), sinks, dropout_p, dropout_seed, autotune=autotune,
-                   descales=of_op[14:], softcap=softcap, alibi_slopes=alibi_slopes, attn_bias=attn_bias)
+                   descales=of_op[14:], softcap=softcap, alibi_slopes=slopes, attn_bias=bias)
 
 
-@torch.library.custom_op("minimal_attn::triton_forward", mutates_args=())
-def triton_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor],
-                   cu_seqlens_k: Optional[torch.Tensor], seqused_q: Optional[torch.Tensor],
-                   seqused_k: Optional[torch.Tensor], sinks: Optional[torch.Tensor],
-                   alibi_slopes: Optional[torch.Tensor], attn_bias: Optional[torch.Tensor], softmax_scale: float,
-                   softcap: float, window_left: int, window_right: int, dropout_p: float = 0.0,
-                   dropout_seed: Optional[torch.Tensor] = None, autotune: bool = True,
-                   q_descale: Optional[torch.Tensor] = None, k_descale: Optional[torch.Tensor] = None,
-                   v_descale: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, torch.Tensor]:
+def _op(name, schema, mutates_args=()):
+    return torch.library.custom_op(f"minimal_attn::triton_{name}", mutates_args=mutates_args, schema=schema)
+
+
+@_op("forward", f"(Tensor q, Tensor k, Tensor v, {OPTIONS}, Tensor? q_descale=None, Tensor? k_descale=None, "
+                "Tensor? v_descale=None) -> (Tensor, Tensor)")
+def triton_forward(q, k, v, *of_op):
     """out like q, bf16 if q is fp8 and with v's head_dim, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D),
-    k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), all with a contiguous last dimension; seqused_q and seqused_k int32 (B,) or
-    None; sinks fp32 (H,), contiguous, or None; alibi_slopes fp32 (H,) or (B, H), contiguous, or None; attn_bias 4D,
-    bool, of q's dtype or fp32, which broadcasts to (B, H, Sq, Sk), or None; descales fp32 (B, Hk), contiguous, or None;
-    dropout_seed int64, one element, or None for no dropout. A softcap of 0 is none. A window of -1 has no bound on that
-    side. With cu_seqlens_q and cu_seqlens_k, int32 (B + 1,), q, k and v are a packed batch: (1, H, Tq, D), (1, Hk, Tk,
-    D) and (1, Hk, Tk, Dv).
+    k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), all with a contiguous last dimension, and options as in
+    minimal_attn.options.Options. A softcap of 0 is none. A window of -1 has no bound on that side. With cu_seqlens_q
+    and cu_seqlens_k, q, k and v are a packed batch: (1, H, Tq, D), (1, Hk, Tk, D) and (1, Hk, Tk, Dv).
     minimal_attn.flash_attention checks and describes them."""
-    return attention.run(q, k, v, _options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes,
-                                           attn_bias, softmax_scale, softcap, window_left, window_right, dropout_p,
-                                           dropout_seed, autotune, q_descale, k_descale, v_descale))
+    return attention.run(q, k, v, _options(*of_op))
 
 
-@torch.library.custom_op("minimal_attn::triton_backward", mutates_args=())
-def triton_backward(dout: torch.Tensor, dlse: Optional[torch.Tensor], q: torch.Tensor, k: torch.Tensor,
-                    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-                    cu_seqlens_q: Optional[torch.Tensor], cu_seqlens_k: Optional[torch.Tensor],
-                    seqused_q: Optional[torch.Tensor], seqused_k: Optional[torch.Tensor],
-                    sinks: Optional[torch.Tensor], alibi_slopes: Optional[torch.Tensor],
-                    attn_bias: Optional[torch.Tensor], softmax_scale: float, softcap: float, window_left: int,
-                    window_right: int, dropout_p: float = 0.0, dropout_seed: Optional[torch.Tensor] = None,
-                    autotune: bool = True, need_dq: bool = True, need_dkv: bool = True, need_dsinks: bool = False,
-                    need_dbias: bool = False
-                    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _run_backward(dout, dlse, q, k, v, out, lse, *of_op):
+    return attention_bwd.run(dout, dlse, q, k, v, out, lse, _options(*of_op[:NUM_OPTIONS]), *of_op[NUM_OPTIONS:])
+
+
+@_op("backward", f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {OPTIONS}, "
+                 "bool need_dq=True, bool need_dkv=True, bool need_dsinks=False, bool need_dbias=False) "
+                 "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+def triton_backward(*inputs):
     """dq like q, dk like k, dv like v, dsinks like sinks, dbias like attn_bias: what triton_forward's inputs get of
     dout (B, H, Sq, Dv) and dlse (B, H, Sq), or None. Those that are not needed have no elements."""
-    options = _options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, softmax_scale,
-                       softcap, window_left, window_right, dropout_p, dropout_seed, autotune)
-    gradients = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, need_dq, need_dkv, need_dsinks, need_dbias)
-    return tuple(like.new_empty(0) if x is None else x for x, like in zip(gradients, (q, q, q, lse, lse)))
+    q, lse = inputs[2], inputs[6]
+    return tuple(like.new_empty(0) if x is None else x for x, like in zip(_run_backward(*inputs), (q, q, q, lse, lse)))
 
 
 def _backward(*inputs):
     """triton_backward, without the dispatcher where no one wants a second derivative."""
     tensors = (x for x in inputs if isinstance(x, torch.Tensor))
-    if not is_eager(*tensors) or torch.is_grad_enabled():
-        return triton_backward(*inputs)
-    *others, need_dq, need_dkv, need_dsinks, need_dbias = inputs
-    return attention_bwd.run(*others[:7], _options(*others[7:]), need_dq, need_dkv, need_dsinks, need_dbias)
+    return (triton_backward if not is_eager(*tensors) or torch.is_grad_enabled() else _run_backward)(*inputs)
 
 
 class Attention(torch.autograd.Function):
@@ -102,24 +90,22 @@ def _forward(q, k, v, options):
     return op(q, k, v, *options.of_op(), options.autotune, *options.descales)
 
 
-@torch.library.custom_op("minimal_attn::triton_decode", mutates_args=())
-def triton_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_seqlens_q: Optional[torch.Tensor],
-                  seqused_q: Optional[torch.Tensor], seqused_k: Optional[torch.Tensor],
-                  page_table: Optional[torch.Tensor], batch_idx: Optional[torch.Tensor],
-                  leftpad_k: Optional[torch.Tensor], tree_mask: Optional[torch.Tensor], sinks: Optional[torch.Tensor],
-                  alibi_slopes: Optional[torch.Tensor], softmax_scale: float, softcap: float, window_left: int,
-                  window_right: int, num_splits: int = 0, max_seqlen_q: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
+@_op("decode", "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cu_seqlens_q, Tensor? seqused_q, Tensor? seqused_k, "
+               "Tensor? page_table, Tensor? batch_idx, Tensor? leftpad_k, Tensor? tree_mask, Tensor? sinks, "
+               "Tensor? alibi_slopes, float softmax_scale, float softcap, SymInt window_left, SymInt window_right, "
+               "SymInt num_splits=0, SymInt max_seqlen_q=0) -> (Tensor, Tensor)")
+def triton_decode(q, k_cache, v_cache, cu_seqlens_q, seqused_q, seqused_k, page_table, batch_idx, leftpad_k, tree_mask,
+                  sinks, slopes, softmax_scale, softcap, window_left, window_right, *more):
     """out like q with v_cache's head_dim, and lse fp32 (B, H, Sq), of checked inputs: q as of triton_forward, or packed
     by cu_seqlens_q alone, k_cache (N, Hk, S, D) and v_cache (N, Hk, S, Dv). minimal_attn.options.Cache says what the
     other arguments are, and minimal_attn.attention_with_kvcache checks them."""
     options = Options(softmax_scale, (window_left, window_right), Lengths(cu_seqlens_q, None, seqused_q, seqused_k),
-                      sinks, softcap=softcap, alibi_slopes=alibi_slopes)
-    cache = Cache(page_table, batch_idx, leftpad_k, tree_mask, num_splits, max_seqlen_q)
-    return decode.run(q, k_cache, v_cache, options, cache)
+                      sinks, softcap=softcap, alibi_slopes=slopes)
+    return decode.run(q, k_cache, v_cache, options, Cache(page_table, batch_idx, leftpad_k, tree_mask, *more))
 
 
 @triton_decode.register_fake
-def _(q, k_cache, v_cache, *others, **more):
+def _(q, k_cache, v_cache, *others):
     return empty_outputs(q, v_cache)
 
 
@@ -135,25 +121,15 @@ def forward_cached(q, k, v, options, cache):
                          options.alibi_slopes, options.softmax_scale, options.softcap, *options.window, *cache[4:])
 
 
-@torch.library.custom_op("minimal_attn::triton_append", mutates_args=("k_cache", "v_cache"))
-def triton_append(k_new: torch.Tensor, v_new: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-                  seqused_k: Optional[torch.Tensor], page_table: Optional[torch.Tensor],
-                  cache_batch_idx: Optional[torch.Tensor], cu_seqlens_k_new: Optional[torch.Tensor],
-                  slot_mapping: Optional[torch.Tensor], q: Optional[torch.Tensor],
-                  cu_seqlens_q: Optional[torch.Tensor], rotary_cos: Optional[torch.Tensor],
-                  rotary_sin: Optional[torch.Tensor], rotary_seqlens: Optional[torch.Tensor],
-                  rotary_interleaved: bool, q_advances: bool) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(q_rotated like q, lengths int32 (B,)) of checked inputs. The new row t of sample b, of k_new (B, Hk, Sn, D) and
-    v_new (B, Hk, Sn, Dv) or packed by cu_seqlens_k_new, goes to place seqused_k[b] + t of the caches that
-    triton_decode reads; a place, page or sequence that they do not have is not written. lengths is what seqused_k then
-    is. With slot_mapping, int64 (T,), rows of (1, Hk, T, D) go to row s % S of sequence s // S, and seqused_k is None.
-
-    With rotary_cos and rotary_sin (S_ro, rotary_dim / 2), new keys are rotated at position rotary_seqlens[b] + t, by
-    default seqused_k[b] + t, and so is q, with q_advances=False all rows at the first position. An output that is not
-    asked for has no elements."""
-    return append.run(k_new, v_new, k_cache, v_cache, seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new,
-                      slot_mapping, q, cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved,
-                      q_advances)
+@_op("append", "(Tensor k_new, Tensor v_new, Tensor(a2!) k_cache, Tensor(a3!) v_cache, Tensor? seqused_k, "
+               "Tensor? page_table, Tensor? cache_batch_idx, Tensor? cu_seqlens_k_new, Tensor? slot_mapping, "
+               "Tensor? q, Tensor? cu_seqlens_q, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_seqlens, "
+               "bool rotary_interleaved, bool q_advances) -> (Tensor, Tensor)", ("k_cache", "v_cache"))
+def triton_append(k_new, v_new, k_cache, v_cache, *arguments):
+    """(q_rotated like q, lengths int32 (B,)) of checked inputs, which minimal_attn.options.Append describes: writes
+    k_new (B, Hk, Sn, D) and v_new (B, Hk, Sn, Dv) to their places in the caches that triton_decode reads. lengths is
+    what seqused_k then is. An output that is not asked for has no elements."""
+    return append.run(k_new, v_new, k_cache, v_cache, Append(*arguments))
 
 
 triton_append.register_fake(ops.append_shapes)
