@@ -5,8 +5,8 @@ dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse /
 a score whose value is 0, and thus its dP: its gradient is the sum of -P · delta.
 
 The kernel of preprocess.py computes delta, and what each row adds to dsinks. Those of attention_bwd_kernels.py compute
-dK and dV, dQ, and the gradient of a bias. Q Kᵀ and dO Vᵀ are therefore formed twice, but there are no atomics, and every run gives the same bits. There is
-no workspace of Q's size, except where programs share a block of keys.
+dK and dV, dQ, and the gradient of a bias. Q Kᵀ and dO Vᵀ are therefore formed twice, but there are no atomics, and
+every run gives the same bits. There is no workspace of Q's size, except where programs share a block of keys.
 
 Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: attention_bwd_kernels.py,
 the kernels.
@@ -173,8 +173,7 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
     if INTERPRETING and q.dtype == torch.bfloat16:
         *gradients, dsinks, dbias = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, in_float(options), need_dq,
                                         need_dkv, need_dsinks, need_dbias)
-        return (*(x if x is None else x.bfloat16() for x in gradients), dsinks,
-                dbias if dbias is None else dbias.to(options.attn_bias.dtype))
+        return *(x if x is None else x.bfloat16() for x in gradients), dsinks, dbias_of(options, dbias)
     dq = empty_like(q) if need_dq else None
     dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
     dbias = lse.new_zeros(options.attn_bias.shape) if need_dbias else None  # a sum of many, so as they are

@@ -1,11 +1,11 @@
-"""The Triton kernels of the backward pass: _flash_bwd_kv computes dK and dV of one block of keys and loops over the rows
-that see it; _flash_bwd_q computes dQ of one block of rows and loops over the keys; _flash_bwd_bias computes the
+"""The Triton kernels of the backward pass: _flash_bwd_kv computes dK and dV of one block of keys and loops over the
+rows that see it; _flash_bwd_q computes dQ of one block of rows and loops over the keys; _flash_bwd_bias computes the
 gradient of a bias.
 
 Each forms P = exp(scores - lse) and dS = P ∘ (dP - delta) again, with dP = dO Vᵀ. There are no atomics. Where query
 heads share keys, several programs may share a block of keys: each sums over a part of the heads, in fp32 in memory, and
-sum_splits adds these up. With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s. With a
-softcap, dS goes through its tanh, see scores.py.
+sum_splits adds these up. With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and dP = (dO Vᵀ) ∘ M · s. With
+a softcap, dS goes through its tanh, see scores.py.
 
 dbias = Σ dS over the samples, heads, rows and keys that share an element of it. A program owns kBlockM rows and kBlockN
 keys of one head of dbias and walks along the scores that share them: of all samples, of all heads, of all blocks of
@@ -94,9 +94,10 @@ def _splits_of(rows, max_splits):
 @triton.jit(do_not_specialize=["keep_count", "batch_size", *WINDOW])
 def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, lengths, seed_ptr, keep_count,
                   keep_scale, softmax_scale, score_options, strides, score_strides, batch_size, nheads, nheads_k,
-                  seqlen_q, seqlen_k, seqlen_pad, head_dim, head_dim_v, max_splits, split_stride, window_left, window_right,
-                  kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kFastTanh: tl.constexpr, kEmptyRows: tl.constexpr,
-                  kClearDelta: tl.constexpr, kRaggedRows: tl.constexpr, kTile: tl.constexpr):
+                  seqlen_q, seqlen_k, seqlen_pad, head_dim, head_dim_v, max_splits, split_stride, window_left,
+                  window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kFastTanh: tl.constexpr,
+                  kEmptyRows: tl.constexpr, kClearDelta: tl.constexpr, kRaggedRows: tl.constexpr,
+                  kTile: tl.constexpr):
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over the part of
     them that one of several splits has. strides: of q, k, v, dout, dk and dv."""
     # The keys that most rows see under a causal mask go first.
@@ -206,9 +207,9 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, h, row0, blocks, visible, firs
 
 
 @triton.jit(do_not_specialize=["keep_count", "batch_size", *WINDOW])
-def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, lengths, seed_ptr, keep_count,
-                 keep_scale, softmax_scale, score_options, strides, score_strides, batch_size, nheads, nheads_k,
-                 seqlen_q, seqlen_k, seqlen_pad, head_dim, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr,
+def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, lengths, seed_ptr, keep_count, keep_scale,
+                 softmax_scale, score_options, strides, score_strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k,
+                 seqlen_pad, head_dim, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr,
                  kIsLocal: tl.constexpr, kFastTanh: tl.constexpr, kEmptyRows: tl.constexpr, kTile: tl.constexpr):
     """dQ of kBlockM rows of one head. strides: of q, k, v, dout and dq."""
     kIsPacked: tl.constexpr = lengths.cu_seqlens_q is not None

@@ -32,23 +32,14 @@ def cache_dir() -> Path:
 
 
 def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], object], device: torch.device) -> dict:
-    """The fastest of configs for inputs of a kind.
+    """One of configs, the fastest for inputs of a kind, by run(config). One that is too large for the GPU is no choice;
+    if all are, the error of one of them is raised.
 
     Args:
-        kernel: its name.
         key: what the choice, and the list of configs, depends on, as plain values. The choice of the first call serves
             all others of its key, in later processes as well.
-        configs: what to choose from; the first is the choice where nothing can be measured: under graph capture, in
-            Triton's interpreter, on a GPU that is not torch.cuda's, or with the environment variable
-            MINIMAL_ATTN_AUTOTUNE=0.
-        run: launches a config; one that is too large for the GPU is no choice.
-        device: the GPU.
-
-    Returns:
-        One of configs.
-
-    Raises:
-        The error of a config, except where it is too large for the GPU; if all are too large, the error of one of them.
+        configs: the first is the choice where nothing can be measured: under graph capture, in Triton's interpreter, on
+            a GPU that is not torch.cuda's, or with the environment variable MINIMAL_ATTN_AUTOTUNE=0.
     """
     if len(configs) == 1 or device.type != "cuda" or not is_on():
         return configs[0]
@@ -69,8 +60,8 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
 
 
 def fastest_launch(kernel, key, configs, launch, arguments, autotune):
-    """The Launch, made by launch(config), of the fastest of configs for these arguments; the first one without
-    autotune. The first argument is a tensor."""
+    """The Launch, made by launch(config), of the fastest of configs for these arguments, whose first is a tensor.
+    Without autotune it is that of the first config."""
     launches = {}
 
     def launch_of(config):
@@ -79,7 +70,7 @@ def fastest_launch(kernel, key, configs, launch, arguments, autotune):
             launches[name] = launch(config)
         return launches[name]
 
-    if autotune:
+    if autotune and len(configs) > 1:
         run_config = lambda config: launch_of(config)(*arguments)  # noqa: E731
         return launch_of(fastest(kernel, key, configs, run_config, arguments[0].device))
     return launch(configs[0])

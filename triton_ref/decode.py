@@ -23,7 +23,7 @@ from minimal_attn.checks import MAX_SEQLEN, empty_outputs
 from minimal_attn.reference.pages import capacity_of
 
 from .attention import Tile, block_d, config_of, finish, shared_memory
-from .launching import INTERPRETING, WINDOW, Launch, mask_of, num_samples, plan_key, properties, remember, to_float
+from .launching import INTERPRETING, WINDOW, Launch, layouts, mask_of, num_samples, properties, remember, to_float
 from .mask import keys_of, make_mask, sees
 from .scores import Scores, capped, score_constants, score_numbers, score_options, shifted
 from .sequence import block_of_slot, cached_sequence, head_of, num_slots, strides_of
@@ -336,15 +336,17 @@ def run(q, k, v, options, cache):
         partial = None, None, None
         if max_splits > 1:
             shape = num_samples(q, lengths), k.shape[1], max_splits, split_tokens * group
-            partial = tuple(q.new_empty(sizes, dtype=torch.float32) for sizes in ((*shape, v.shape[-1]), shape, shape))
-        shared = options.sinks, options.softmax_scale, score_options(options)
-        key = (*plan_key(options, q, k, v, *cache[:4]), rows, split_tokens, max_splits)
+            o_accum = q.new_empty((*shape, v.shape[-1]), dtype=torch.float32)
+            partial = o_accum, o_accum.new_empty(shape), o_accum.new_empty(shape)
+        tables, scores = cache[:4], score_options(options)
+        key = (q.device, options.softmax_scale < 0, options.window, scores.softcap is None, rows, split_tokens,
+               max_splits, *layouts(q, k, v, *lengths, *tables, options.sinks, scores.slopes))
         plan = _plans.get(key)
         if plan is None:
             plan = launches(q, k, v, out, options, cache, split_tokens, max_splits, rows)
             remember(_plans, key, plan, q.device)
         decode, combine = plan
-        decode(q, k, v, out, lse, partial, lengths, cache[:4], *shared)
+        decode(q, k, v, out, lse, partial, lengths, tables, options.sinks, options.softmax_scale, scores)
         if combine is not None:
-            combine(partial, out, lse, lengths, cache.leftpad_k, *shared)
+            combine(partial, out, lse, lengths, cache.leftpad_k, options.sinks, options.softmax_scale, scores)
     return out, lse
