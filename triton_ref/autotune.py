@@ -61,7 +61,7 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
 
 def fastest_launch(kernel, key, configs, launch, arguments, autotune):
     """The Launch, made by launch(config), of the fastest of configs for these arguments, whose first is a tensor.
-    Without autotune it is that of the first config."""
+    Without autotune or a key it is that of the first config."""
     launches = {}
 
     def launch_of(config):
@@ -70,7 +70,7 @@ def fastest_launch(kernel, key, configs, launch, arguments, autotune):
             launches[name] = launch(config)
         return launches[name]
 
-    if autotune and len(configs) > 1:
+    if autotune and key is not None:
         run_config = lambda config: launch_of(config)(*arguments)  # noqa: E731
         return launch_of(fastest(kernel, key, configs, run_config, arguments[0].device))
     return launch(configs[0])
