@@ -15,7 +15,7 @@ from minimal_attn.checks import empty_like
 
 from .attention import block_d
 from .launching import INTERPRETING, Launch, layouts, remember, to_float
-from .sequence import head_of, new_rows, rotary_row, sample_row
+from .sequence import head_of, new_rows, rotary_row, sample_row, strides_of
 
 # Parameters that should not be compiled for.
 NUMBERS = ("new_programs", "q_programs", "batch_size", "seqlen_new", "seqlen_q", "capacity", "num_sequences",
@@ -33,11 +33,12 @@ def _in_tile(is_head, cols, head_dim, kMaskCols: tl.constexpr):
 
 
 @triton.jit
-def _rotated(x, heads, cols, is_in_tile, head_stride, table_row, cos_ptr, sin_ptr, kRotaryDim: tl.constexpr,
+def _rotated(x, strides, element, row, heads, cols, is_in_tile, table_row, cos_ptr, sin_ptr, kRotaryDim: tl.constexpr,
              kInterleaved: tl.constexpr):
-    """Loads [heads, cols] of a row x and rotates it. A pair (x, y) of columns becomes (x cos - y sin, y cos + x sin),
-    in fp32, rounded once. table_row: the row of the tables for the position of x, if there are tables."""
-    rows = x + heads.to(tl.int64)[:, None] * head_stride
+    """Loads [heads, cols] of a row of x and rotates it. A pair (x, y) of columns becomes (x cos - y sin,
+    y cos + x sin), in fp32, rounded once. table_row: the row of the tables for the position of x, if there are
+    tables."""
+    rows = head_of(x, strides, element, 0, row) + heads.to(tl.int64)[:, None] * strides.head
     tile = tl.load(rows + cols[None, :], mask=is_in_tile, other=0.0)
     if cos_ptr is not None:
         half: tl.constexpr = kRotaryDim // 2
@@ -57,14 +58,16 @@ def _rotated(x, heads, cols, is_in_tile, head_stride, table_row, cos_ptr, sin_pt
 
 
 @triton.jit
-def _store(x, heads, cols, is_in_tile, head_stride, tile):
-    tl.store(x + heads.to(tl.int64)[:, None] * head_stride + cols[None, :], tile, mask=is_in_tile)
+def _store(x, strides, element, row, heads, cols, is_in_tile, tile):
+    pointers = head_of(x, strides, element, 0, row) + heads.to(tl.int64)[:, None] * strides.head + cols[None, :]
+    tl.store(pointers, tile, mask=is_in_tile)
 
 
 @triton.jit
-def _place_of(slot_mapping_ptr, cu_seqlens_new_ptr, seqused_k_ptr, page_table_ptr, batch_idx_ptr, b, i, row,
-              page_table_stride, batch_size, seqlen_new, capacity, num_sequences, kPageSize: tl.constexpr):
+def _place_of(tables, b, i, row, page_table_stride, batch_size, seqlen_new, capacity, num_sequences,
+              kPageSize: tl.constexpr):
     """(sequence, row in it, whether the cache has it) of a new row: row i of sample b, or row `row` of a slot."""
+    seqused_k_ptr, page_table_ptr, batch_idx_ptr, cu_seqlens_new_ptr, slot_mapping_ptr = tables
     if slot_mapping_ptr is not None:
         slot = tl.load(slot_mapping_ptr + row)
         sequence, place, is_place = slot // kPageSize, slot % kPageSize, slot >= 0
@@ -83,38 +86,32 @@ def _place_of(slot_mapping_ptr, cu_seqlens_new_ptr, seqused_k_ptr, page_table_pt
 
 
 @triton.jit(do_not_specialize=[*NUMBERS])
-def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr, lengths_ptr, seqused_k_ptr,
-            page_table_ptr, batch_idx_ptr, cu_seqlens_new_ptr, slot_mapping_ptr, cu_seqlens_q_ptr, cos_ptr, sin_ptr,
-            rotary_seqlens_ptr,  # None of these but the first four: not given, or not needed
-            k_new_batch_stride, k_new_head_stride, k_new_row_stride, v_new_batch_stride, v_new_head_stride,
-            v_new_row_stride, k_batch_stride, k_head_stride, k_row_stride, v_batch_stride, v_head_stride, v_row_stride,
-            q_batch_stride, q_head_stride, q_row_stride, rotated_batch_stride, rotated_head_stride, rotated_row_stride,
-            page_table_stride, new_programs, q_programs, batch_size, nheads, nheads_k, seqlen_new, seqlen_q, capacity,
-            num_sequences, seqlen_rotary, head_dim, head_dim_v,
+def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr, lengths_ptr, tables, cu_seqlens_q_ptr,
+            cos_ptr, sin_ptr, rotary_seqlens_ptr, strides, page_table_stride, new_programs, q_programs, batch_size,
+            nheads, nheads_k, seqlen_new, seqlen_q, capacity, num_sequences, seqlen_rotary, head_dim, head_dim_v,
             kMaskCols: tl.constexpr, kRotaryDim: tl.constexpr, kInterleaved: tl.constexpr, kAdvances: tl.constexpr,
             kPageSize: tl.constexpr, kHeads: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
             kBlock: tl.constexpr):
+    """tables: the first five fields of minimal_attn.options.Append. strides: of the first six tensors."""
+    k_new_strides, v_new_strides, k_strides, v_strides, q_strides, rotated_strides = strides
+    seqused_k_ptr, page_table_ptr, batch_idx_ptr, cu_seqlens_new_ptr, slot_mapping_ptr = tables
     pid = tl.program_id(0)
     cols, cols_v = tl.arange(0, kBlockD), tl.arange(0, kBlockDv)
     if pid < new_programs:
         parts = (nheads_k + kHeads - 1) // kHeads
         heads = pid % parts * kHeads + tl.arange(0, kHeads)
         b, i, element, row = sample_row(cu_seqlens_new_ptr, pid // parts, batch_size, seqlen_new)
-        sequence, place, is_place = _place_of(slot_mapping_ptr, cu_seqlens_new_ptr, seqused_k_ptr, page_table_ptr,
-                                              batch_idx_ptr, b, i, row, page_table_stride, batch_size, seqlen_new,
-                                              capacity, num_sequences, kPageSize)
+        sequence, place, is_place = _place_of(tables, b, i, row, page_table_stride, batch_size, seqlen_new, capacity,
+                                              num_sequences, kPageSize)
         table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i, capacity, seqlen_rotary)
         is_head = heads < tl.where(is_place, nheads_k, 0)  # no scalar condition in a mask, see decode.py
         is_in_tile = _in_tile(is_head, cols, head_dim, kMaskCols)
         is_in_tile_v = _in_tile(is_head, cols_v, head_dim_v, kMaskCols)
-        k = _rotated(head_of(k_new_ptr, element, 0, row, k_new_batch_stride, k_new_head_stride, k_new_row_stride),
-                     heads, cols, is_in_tile, k_new_head_stride, table_row, cos_ptr, sin_ptr, kRotaryDim, kInterleaved)
-        v = _rotated(head_of(v_new_ptr, element, 0, row, v_new_batch_stride, v_new_head_stride, v_new_row_stride),
-                     heads, cols_v, is_in_tile_v, v_new_head_stride, 0, None, None, 0, False)
-        _store(head_of(k_cache_ptr, sequence, 0, place, k_batch_stride, k_head_stride, k_row_stride), heads, cols,
-               is_in_tile, k_head_stride, k)
-        _store(head_of(v_cache_ptr, sequence, 0, place, v_batch_stride, v_head_stride, v_row_stride), heads, cols_v,
-               is_in_tile_v, v_head_stride, v)
+        k = _rotated(k_new_ptr, k_new_strides, element, row, heads, cols, is_in_tile, table_row, cos_ptr, sin_ptr,
+                     kRotaryDim, kInterleaved)
+        v = _rotated(v_new_ptr, v_new_strides, element, row, heads, cols_v, is_in_tile_v, 0, None, None, 0, False)
+        _store(k_cache_ptr, k_strides, sequence, place, heads, cols, is_in_tile, k)
+        _store(v_cache_ptr, v_strides, sequence, place, heads, cols_v, is_in_tile_v, v)
     elif pid < new_programs + q_programs:
         if q_ptr is not None:
             parts = (nheads + kHeads - 1) // kHeads
@@ -124,10 +121,9 @@ def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr
             table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i if kAdvances else 0, capacity,
                                    seqlen_rotary)
             is_in_tile = _in_tile(heads < nheads, cols, head_dim, kMaskCols)
-            q = _rotated(head_of(q_ptr, element, 0, row, q_batch_stride, q_head_stride, q_row_stride), heads, cols,
-                         is_in_tile, q_head_stride, table_row, cos_ptr, sin_ptr, kRotaryDim, kInterleaved)
-            _store(head_of(q_rotated_ptr, element, 0, row, rotated_batch_stride, rotated_head_stride,
-                           rotated_row_stride), heads, cols, is_in_tile, rotated_head_stride, q)
+            q = _rotated(q_ptr, q_strides, element, row, heads, cols, is_in_tile, table_row, cos_ptr, sin_ptr,
+                         kRotaryDim, kInterleaved)
+            _store(q_rotated_ptr, rotated_strides, element, row, heads, cols, is_in_tile, q)
     elif lengths_ptr is not None:
         samples = (pid - new_programs - q_programs) * kBlock + tl.arange(0, kBlock)
         count, taken = new_rows(cu_seqlens_new_ptr, seqused_k_ptr, tl.minimum(samples, batch_size - 1), batch_size,
@@ -138,55 +134,50 @@ def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr
 _plans = {}  # {all that the launch depends on: the launch}
 
 
-def launch_of(k_new, v_new, k_cache, v_cache, q, q_rotated, seqused_k, page_table, cu_seqlens_new, cu_seqlens_q,
-              rotary_cos, interleaved, advances):
-    """The Launch of _append. q and q_rotated are None where q is not rotated, seqused_k with slots."""
+def launch_of(k_new, v_new, k_cache, v_cache, append, q_rotated):
+    """The Launch of _append for minimal_attn.options.Append, whose q is None where it is not rotated, as q_rotated."""
     (nheads_k, seqlen_new, head_dim), head_dim_v = k_new.shape[1:], v_new.shape[3]
-    nheads, seqlen_q = (0, 0) if q is None else q.shape[1:3]
+    nheads, seqlen_q = (0, 0) if q_rotated is None else q_rotated.shape[1:3]
     num_sequences, _, page_size, _ = k_cache.shape
-    has_pages = page_table is not None or seqused_k is None  # else one kernel serves caches of any length
-    batch_size = 1 if seqused_k is None else len(seqused_k)
+    page_table, by_slots = append.page_table, append.seqused_k is None
+    batch_size = 1 if by_slots else len(append.seqused_k)
     kBlockD, kBlockDv = block_d(k_new.dtype, head_dim), block_d(k_new.dtype, head_dim_v)
     kHeads, kBlock = min(triton.next_power_of_2(max(nheads, nheads_k)), max(1, TILE // max(kBlockD, kBlockDv))), 128
-    new_programs = seqlen_new * (batch_size if cu_seqlens_new is None else 1) * triton.cdiv(nheads_k, kHeads)
-    q_programs = seqlen_q * (batch_size if cu_seqlens_q is None else 1) * triton.cdiv(nheads, kHeads)
-    of_lengths = 0 if seqused_k is None else triton.cdiv(batch_size, kBlock)
-    of_q = [(None,) * 3 if x is None else x.stride()[:3] for x in (q, q_rotated)]
+    new_programs = seqlen_new * (batch_size if append.cu_seqlens_k_new is None else 1) * triton.cdiv(nheads_k, kHeads)
+    q_programs = seqlen_q * (batch_size if append.cu_seqlens_q is None else 1) * triton.cdiv(nheads, kHeads)
+    of_lengths = 0 if by_slots else triton.cdiv(batch_size, kBlock)
     max_pages = 1 if page_table is None else page_table.shape[1]
     capacity = page_size * max_pages if num_sequences else 0
-    seqlen_rotary, half = (0, 0) if rotary_cos is None else rotary_cos.shape
+    seqlen_rotary, half = (0, 0) if append.rotary_cos is None else append.rotary_cos.shape
+    is_paged = page_table is not None or by_slots  # else one kernel serves caches of any length
     return Launch(_append, new_programs + q_programs + of_lengths, (
-        *k_new.stride()[:3], *v_new.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *of_q[0], *of_q[1],
+        strides_of(k_new, v_new, k_cache, v_cache, append.q, q_rotated),
         None if page_table is None else page_table.stride(0), new_programs, q_programs, batch_size, nheads, nheads_k,
         seqlen_new, seqlen_q, capacity, num_sequences, seqlen_rotary, head_dim, head_dim_v,
-        head_dim < kBlockD or head_dim_v < kBlockDv, 2 * half, interleaved, advances,
-        max(1, page_size) if has_pages else 1, kHeads, kBlockD, kBlockDv, kBlock), num_warps=4)
+        head_dim < kBlockD or head_dim_v < kBlockDv, 2 * half, append.rotary_interleaved, append.q_advances,
+        max(1, page_size) if is_paged else 1, kHeads, kBlockD, kBlockDv, kBlock), num_warps=4)
 
 
-def run(k_new, v_new, k_cache, v_cache, seqused_k, page_table, batch_idx, cu_seqlens_new, slot_mapping, q, cu_seqlens_q,
-        rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, q_advances):
-    """(q_rotated, lengths) of checked inputs, see ops.triton_append; writes into the caches."""
+def run(k_new, v_new, k_cache, v_cache, append):
+    """(q_rotated, lengths) of checked inputs and minimal_attn.options.Append, see ops.triton_append; writes into the
+    caches."""
     if INTERPRETING and k_new.dtype == torch.bfloat16:
         k, v = to_float(k_cache), to_float(v_cache)
-        rotated, lengths = run(to_float(k_new), to_float(v_new), k, v, seqused_k, page_table, batch_idx, cu_seqlens_new,
-                               slot_mapping, to_float(q), cu_seqlens_q, to_float(rotary_cos), to_float(rotary_sin),
-                               rotary_seqlens, rotary_interleaved, q_advances)
+        in_float = {name: to_float(getattr(append, name)) for name in ("q", "rotary_cos", "rotary_sin")}
+        rotated, lengths = run(to_float(k_new), to_float(v_new), k, v, append._replace(**in_float))
         k_cache.copy_(k), v_cache.copy_(v)
         return rotated.to(torch.bfloat16), lengths
-    if rotary_cos is None:
-        q = cu_seqlens_q = rotary_seqlens = None
-    q_rotated = None if q is None else empty_like(q)
-    lengths = None if seqused_k is None else torch.empty_like(seqused_k)
-    tensors = (k_new, v_new, k_cache, v_cache, q, q_rotated, lengths, seqused_k, page_table, batch_idx, cu_seqlens_new,
-               slot_mapping, cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens)
-    key = k_new.device, rotary_interleaved, q_advances, *layouts(*tensors)
+    if append.rotary_cos is None:
+        append = append._replace(q=None, cu_seqlens_q=None, rotary_seqlens=None)
+    q_rotated = None if append.q is None else empty_like(append.q)
+    lengths = None if append.seqused_k is None else torch.empty_like(append.seqused_k)
+    key = k_new.device, *append[-2:], *layouts(k_new, v_new, k_cache, v_cache, *append[:-2])
     with torch.accelerator.device_index(k_new.device.index):  # None on the CPU: nothing to switch
         plan = _plans.get(key)
         if plan is None:
-            plan = launch_of(k_new, v_new, k_cache, v_cache, q, q_rotated, seqused_k, page_table, cu_seqlens_new,
-                             cu_seqlens_q, rotary_cos, rotary_interleaved, q_advances)
+            plan = launch_of(k_new, v_new, k_cache, v_cache, append, q_rotated)
             remember(_plans, key, plan, k_new.device)
         if plan.grid[0]:
-            plan(*tensors)
-    return (k_new.new_empty(0) if q is None else q_rotated,
+            plan(k_new, v_new, k_cache, v_cache, append.q, q_rotated, lengths, append[:5], *append[6:10])
+    return (k_new.new_empty(0) if q_rotated is None else q_rotated,
             k_new.new_empty(0, dtype=torch.int32) if lengths is None else lengths)

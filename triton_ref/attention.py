@@ -11,6 +11,7 @@ Tri Dao, FlashAttention-2, 2023, Algorithm 1. Read next: mask.py, the mask; scor
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,16 +19,16 @@ import triton.language as tl
 from triton.compiler.errors import CompilationError
 
 from minimal_attn.checks import FP8_DTYPES, MAX_HEAD_DIM, empty_outputs
-from minimal_attn.options import Lengths, warn
+from minimal_attn.options import Options, warn
 
 from . import autotune as tuner, late
-from .dropout import count_and_scale, keep_tile, seed_of
-from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, layouts, mask_of, num_samples, once,
+from .dropout import Dropout, count_and_scale, keep_tile, seed_of
+from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, mask_of, num_samples, plan_key,
                         properties, remember, to_float)
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
-from .scores import (LOWEST, Scores, bias_bytes, capped, kind_of_scores, score_constants, score_numbers,
-                     score_tensors, shifted)
-from .sequence import block_of_slot, head_of, num_slots, sequence
+from .scores import (LOWEST, Scores, bias_bytes, capped, score_constants, score_numbers, score_options,
+                     shifted)
+from .sequence import block_of_slot, head_of, num_slots, sequence, strides_of
 
 try:
     from . import attention_hopper
@@ -37,30 +38,57 @@ except Exception as error:  # Gluon is experimental, so its import can fail in a
 hopper_works = attention_hopper is not None  # as far as is known
 
 
-@triton.jit
-def _load(x, b, h, row0, col0, row_stride, row_end, col_end, kMaskRows: tl.constexpr, kMaskCols: tl.constexpr,
-          kRows: tl.constexpr, kCols: tl.constexpr, kTma: tl.constexpr, begin=0, row_begin=None):
-    """[kRows, kCols] of a matrix: of head h of sample b where x is a descriptor, else of the one that x points to.
-    Elements from row_end or col_end on become 0; without its mask, a pointer's rows or columns must all be there.
+class Tile(NamedTuple):
+    """How a program reads its blocks of rows and of keys."""
+    kBlockM: int
+    kBlockN: int
+    kBlockD: int
+    kBlockDv: int
+    kMaskCols: bool = True  # these are more columns than there are
+    kTma: bool = False
 
-    begin: the matrix's first row in a descriptor, which ends with the tensor: in a packed batch, rows from row_end on
-    may be the next sample's.
+
+class Matrix(NamedTuple):
+    """The rows of one head of a sample."""
+    x: Any  # a pointer to the first one, or a descriptor of the whole tensor with kTma
+    b: Any
+    h: Any
+    begin: Any  # the first row in the tensor
+    row_stride: Any
+    rows: Any
+    cols: Any
+
+
+@triton.jit
+def matrix_of(x, strides, b, h, begin, rows, cols, kTma: tl.constexpr = False):
+    """The Matrix of head h of element b of x, from row `begin` on."""
+    if not kTma:
+        x = head_of(x, strides, b, h, begin)
+    return Matrix(x, b, h, begin, strides.row, rows, cols)
+
+
+@triton.jit
+def _load(matrix, row0, kMaskRows: tl.constexpr, kMaskCols: tl.constexpr, kRows: tl.constexpr, kCols: tl.constexpr,
+          kTma: tl.constexpr = False, col0=0, row_begin=None):
+    """[kRows, kCols] of a Matrix. Elements beyond its ends become 0; without its mask, a pointer's rows or columns must
+    all be there. A descriptor ends with the tensor: in a packed batch, rows beyond the end may be the next sample's.
+
     row_begin: with kMaskRows, what a pointer has before this row becomes 0 too."""
     if kTma:
-        tile = x.load([b, h, begin + row0, col0]).reshape(kRows, kCols)
+        tile = matrix.x.load([matrix.b, matrix.h, matrix.begin + row0, col0]).reshape(kRows, kCols)
     else:
         rows = row0 + tl.arange(0, kRows)
         cols = col0 + tl.arange(0, kCols)
-        pointers = x + rows.to(tl.int64)[:, None] * row_stride + cols[None, :]
-        is_row = rows[:, None] < row_end
+        pointers = matrix.x + rows.to(tl.int64)[:, None] * matrix.row_stride + cols[None, :]
+        is_row = rows[:, None] < matrix.rows
         if row_begin is not None:
             is_row &= rows[:, None] >= row_begin
         if kMaskRows and kMaskCols:
-            tile = tl.load(pointers, mask=is_row & (cols[None, :] < col_end), other=0.0)
+            tile = tl.load(pointers, mask=is_row & (cols[None, :] < matrix.cols), other=0.0)
         elif kMaskRows:
             tile = tl.load(pointers, mask=is_row, other=0.0)
         elif kMaskCols:
-            tile = tl.load(pointers, mask=cols[None, :] < col_end, other=0.0)
+            tile = tl.load(pointers, mask=cols[None, :] < matrix.cols, other=0.0)
         else:
             tile = tl.load(pointers)
     return tile
@@ -81,21 +109,19 @@ def _clear_keys(tile, cols, first_key, seqlen_k, kClear: tl.constexpr):
 
 
 @triton.jit
-def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_row_stride, blocks, visible, first_key,
-            seqlen_k, seq, head_dim, head_dim_v, softmax_scale_log2, scores, seed_ptr, keep_count,
-            kMasked: tl.constexpr, kMaskCols: tl.constexpr, kIsLocal: tl.constexpr, kClearV: tl.constexpr,
-            kIsPacked: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr,
-            kTma: tl.constexpr):
+def _attend(acc_o, row_max, row_sum, q, k, v, h, row0, seq, blocks, visible, first_key, softmax_scale_log2, scores,
+            dropout, kMasked: tl.constexpr, kIsLocal: tl.constexpr, kClearV: tl.constexpr, kIsPacked: tl.constexpr,
+            kTile: tl.constexpr):
     """Online softmax over the full blocks of keys, with kMasked over the cut ones: the new acc_o, row_max, row_sum."""
     kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
     kIsFloat32: tl.constexpr = q.dtype == tl.float32
-    kHasBias: tl.constexpr = False if scores.bias_ptr is None else scores.bias_ptr.dtype.element_ty != tl.uint8
+    kHasBias: tl.constexpr = False if scores.options.bias is None else scores.options.bias.dtype.element_ty != tl.uint8
+    kBlockN: tl.constexpr = kTile.kBlockN
     loop = steps(blocks, kMasked)
     for step in range(loop.begin, loop.end):
         col0 = block_of(blocks, step, kMasked) * kBlockN
         cols = col0 + tl.arange(0, kBlockN)
-        k_tile = _load(k, b, h_k, col0, 0, k_row_stride, seq.seqlen_k, head_dim, kMasked, kMaskCols, kBlockN, kBlockD,
-                       kTma, seq.k_begin)
+        k_tile = _load(k, col0, kMasked, kTile.kMaskCols, kBlockN, kTile.kBlockD, kTile.kTma)
         acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
         acc_s = shifted(scores, capped(scores, acc_s), (row0 + tl.arange(0, acc_s.shape[0]))[:, None], cols[None, :],
                         not kMasked, kIsFloat32)
@@ -111,17 +137,15 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
             p = tl.exp2(acc_s * softmax_scale_log2 - (max_sub * softmax_scale_log2 - (8.0 if kIsFp8 else 0.0))[:, None])
         rescale = tl.exp2((row_max - max_sub) * softmax_scale_log2)
         row_sum = row_sum * rescale + tl.sum(p, 1)
-        if seed_ptr is not None:  # of what meets V alone: the sum normalises what there was before
-            p = tl.where(keep_tile(seed_ptr, keep_count, seq.b, h, row0, col0, p.shape[0], kBlockN), p, 0.0)
+        if dropout.seed is not None:  # of what meets V alone: the sum normalises what there was before
+            p = tl.where(keep_tile(dropout, seq.b, h, row0, col0, p.shape[0], kBlockN), p, 0.0)
         if kIsFp8 and not kIsPacked:  # v is Vᵀ, its keys in the order of _transpose_v
-            v_tile = _load(v, b, h_k, 0, col0, v_row_stride, head_dim_v, tl.cdiv(seqlen_k, 16) * 16, kMaskCols,
-                           kMasked, kBlockDv, kBlockN, kTma).T
+            v_tile = _load(v, 0, kTile.kMaskCols, kMasked, kTile.kBlockDv, kBlockN, kTile.kTma, col0).T
             p_tile = p.to(q.dtype).reshape(p.shape[0], kBlockN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(p.shape)
         else:
-            v_tile = _load(v, b, h_k, col0, 0, v_row_stride, seq.seqlen_k, head_dim_v, kMasked, kMaskCols, kBlockN,
-                           kBlockDv, kTma, seq.k_begin, first_key)
+            v_tile = _load(v, col0, kMasked, kTile.kMaskCols, kBlockN, kTile.kBlockDv, kTile.kTma, 0, first_key)
             p_tile = p.to(q.dtype)
-            if kMasked and kTma:
+            if kMasked and kTile.kTma:
                 v_tile = _clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearV)
         if q.dtype == tl.float32:
             # Summed apart from acc_o: short sums round less. A plain addition would be folded back into the dot.
@@ -134,9 +158,9 @@ def _attend(acc_o, row_max, row_sum, q, k, v, b, h, h_k, row0, k_row_stride, v_r
 
 
 @triton.jit(do_not_specialize=WINDOW)
-def _transpose_v(v_ptr, vt_ptr, seqused_q_ptr, seqused_k_ptr, v_batch_stride, v_head_stride, v_row_stride, nheads_k,
-                 seqlen_q, seqlen_k, seqlen_vt, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr,
-                 kIsLocal: tl.constexpr, kBlockN: tl.constexpr, kBlockDv: tl.constexpr):
+def _transpose_v(v_ptr, vt_ptr, lengths, v_strides, nheads_k, seqlen_q, seqlen_k, seqlen_vt, head_dim_v, window_left,
+                 window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kBlockN: tl.constexpr,
+                 kBlockDv: tl.constexpr):
     """Vᵀ (B, Hk, Dv, seqlen_vt), contiguous, of fp8 V: tensor cores take an 8-bit second operand that way alone.
 
     Within 16 keys, the two axes of [2, 4] pairs are exchanged. If P's columns have this order as well, a thread's
@@ -149,80 +173,85 @@ def _transpose_v(v_ptr, vt_ptr, seqused_q_ptr, seqused_k_ptr, v_batch_stride, v_
     places = tl.program_id(0) % n_blocks * kBlockN + tl.arange(0, kBlockN)
     keys = places // 16 * 16 + places // 2 % 2 * 8 + places // 4 % 4 * 2 + places % 2
     dims = tl.arange(0, kBlockDv)
-    v_base = v_ptr + b * v_batch_stride + h_k * v_head_stride
-    seq = sequence(None, None, seqused_q_ptr, seqused_k_ptr, b, 1, seqlen_q, seqlen_k)
+    seq = sequence(lengths, b, 1, seqlen_q, seqlen_k)
     is_key = keys < seq.seqlen_k
     if kIsLocal:
         is_key &= keys >= keys_of(make_mask(seq, window_left, window_right, kIsCausal, kIsLocal), 0).begin
-    v = tl.load(v_base + keys.to(tl.int64)[:, None] * v_row_stride + dims[None, :],
+    v = tl.load(head_of(v_ptr, v_strides, b, h_k, 0) + keys.to(tl.int64)[:, None] * v_strides.row + dims[None, :],
                 mask=is_key[:, None] & (dims[None, :] < head_dim_v), other=0.0)
     tl.store(vt_ptr + (bh * head_dim_v + dims[:, None]) * seqlen_vt + places[None, :], v.T,
              mask=(dims[:, None] < head_dim_v) & (places[None, :] < seqlen_vt))
 
 
 @triton.jit
-def add_sink(row_max, row_sum, sink):
-    """row_sum with one more term exp(sink - max), the greater of row_max and sink as the new row_max, and the factor by
-    which what was summed before is less now. row_max, a natural logarithm, may be as far from sink as can be."""
-    above = row_max - sink
-    factor = tl.exp(tl.minimum(above, 0.0))
-    return tl.maximum(row_max, sink), row_sum * factor + tl.exp(tl.minimum(-above, 0.0)), factor
+def finish(row_max, row_sum, is_empty, scale_o, sinks_ptr, h, is_row):
+    """(the factor that acc_o is to be multiplied with, lse). row_max is a natural logarithm, and a sink one more term
+    exp(sink - max), as far from row_max as can be. Rows that are padding, not is_row, have none."""
+    row_sum, empty_lse = tl.where(is_empty, 1.0, row_sum), float("-inf")
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + h)
+        above = row_max - sink
+        factor = tl.exp(tl.minimum(above, 0.0))
+        row_max, row_sum = tl.maximum(row_max, sink), row_sum * factor + tl.exp(tl.minimum(-above, 0.0))
+        scale_o *= factor
+        empty_lse = tl.where(is_row, sink, float("-inf"))
+    # "/" would round to two ulps.
+    return tl.div_rn(scale_o, row_sum), tl.where(is_empty, empty_lse, row_max + tl.log(row_sum))
 
 
-@triton.jit(do_not_specialize=["keep_count", "batch_size", *WINDOW])
-def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as AttnParams in csrc/flash.h
-               cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr,
-               sinks_ptr,  # (H,), one more score of each row, without a value, or None
-               alibi_ptr, bias_ptr,  # of scores.py, or None
-               q_descale_ptr, k_descale_ptr, v_descale_ptr,  # fp8: (B, Hk), contiguous; and v is Vᵀ, if not packed
-               seed_ptr, keep_count, keep_scale,  # of dropout.py; a seed_ptr of None: no dropout
-               softmax_scale, softcap,  # None: no softcap
-               q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
-               v_batch_stride, v_head_stride, v_row_stride, o_batch_stride, o_head_stride, o_row_stride,
-               alibi_batch_stride, bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,
-               kFastTanh: tl.constexpr,
-               batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right,
-               kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kNegateQ: tl.constexpr, kMaskCols: tl.constexpr,
-               kTma: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockD: tl.constexpr,
-               kBlockDv: tl.constexpr):
-    # Blocks of one head are neighbours, to share its K and V in L2; the rows that see most under a causal mask go
-    # first.
-    kIsPacked: tl.constexpr = cu_seqlens_q_ptr is not None
+@triton.jit
+def block_of_rows(cu_seqlens_q_ptr, batch_size, nheads, seqlen_q, kBlockM: tl.constexpr):
+    """(b, h, bh, sample, row0): the rows of this program begin at row0 of a sample, in element b of the tensor.
+
+    Blocks of one head are neighbours, to share its K and V in L2. The rows that see most under a causal mask go first.
+    """
     m_blocks = num_slots(cu_seqlens_q_ptr, batch_size, seqlen_q, kBlockM)
     m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
     bh = tl.program_id(0) // m_blocks
     b, h = bh // nheads, bh % nheads
-    h_k = h // (nheads // nheads_k)
     sample = b
-    if kIsPacked:
+    if cu_seqlens_q_ptr is not None:
         sample, m_block = block_of_slot(cu_seqlens_q_ptr, m_block, batch_size, seqlen_q, kBlockM)
-    row0 = m_block * kBlockM
-    rows = row0 + tl.arange(0, kBlockM)
+    return b, h, bh, sample, m_block * kBlockM
 
-    seq = sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, sample, batch_size, seqlen_q,
-                   seqlen_k)
+
+@triton.jit(do_not_specialize=["keep_count", "batch_size", *WINDOW])
+def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/flash.h; v is Vᵀ in fp8, if not packed
+               lengths, sinks_ptr, descales, seed_ptr, keep_count, keep_scale, softmax_scale, score_options,
+               strides, score_strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
+               window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kFastTanh: tl.constexpr,
+               kNegateQ: tl.constexpr, kTile: tl.constexpr):
+    """lengths, descales: those of minimal_attn.options.Options. strides: of q, k, v and o."""
+    kIsPacked: tl.constexpr = lengths.cu_seqlens_q is not None
+    kBlockM: tl.constexpr = kTile.kBlockM
+    kBlockDv: tl.constexpr = kTile.kBlockDv
+    q_strides, k_strides, v_strides, o_strides = strides
+    b, h, bh, sample, row0 = block_of_rows(lengths.cu_seqlens_q, batch_size, nheads, seqlen_q, kBlockM)
+    h_k = h // (nheads // nheads_k)
+    rows = row0 + tl.arange(0, kBlockM)
+    seq = sequence(lengths, sample, batch_size, seqlen_q, seqlen_k)
     if kIsPacked:
         if row0 >= seq.padded_q:
             return
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     visible = keys_of(mask, rows)
-    blocks = key_blocks(mask, row0, kBlockM, kBlockN)
+    blocks = key_blocks(mask, row0, kBlockM, kTile.kBlockN)
     first_key = None
     if kIsLocal:  # the rows see no key before it
         first_key = keys_of(mask, row0).begin
 
-    q_base, k_base, v_base = q_ptr, k_ptr, v_ptr
-    if not kTma:
-        q_base = head_of(q_ptr, b, h, seq.q_begin, q_batch_stride, q_head_stride, q_row_stride)
-        k_base = head_of(k_ptr, b, h_k, seq.k_begin, k_batch_stride, k_head_stride, k_row_stride)
-        v_base = head_of(v_ptr, b, h_k, seq.k_begin, v_batch_stride, v_head_stride, v_row_stride)
-    q = _load(q_base, b, h, row0, 0, q_row_stride, seq.seqlen_q, head_dim, True, kMaskCols, kBlockM, kBlockD, kTma,
-              seq.q_begin)
+    k = matrix_of(k_ptr, k_strides, b, h_k, seq.k_begin, seq.seqlen_k, head_dim, kTile.kTma)
+    v = matrix_of(v_ptr, v_strides, b, h_k, seq.k_begin, seq.seqlen_k, head_dim_v, kTile.kTma)
+    q = matrix_of(q_ptr, q_strides, b, h, seq.q_begin, seq.seqlen_q, head_dim, kTile.kTma)
+    q = _load(q, row0, True, kTile.kMaskCols, kBlockM, kTile.kBlockD, kTile.kTma)
+    if q.dtype.primitive_bitwidth == 8 and not kIsPacked:  # Vᵀ, whose keys are its columns
+        v = Matrix(v.x, b, h_k, 0, v.row_stride, head_dim_v, tl.cdiv(seqlen_k, 16) * 16)
     if kNegateQ:  # a masked score of -inf needs a scale above 0
         q = (-q.to(tl.float32)).to(q.dtype)
     # exp(scale · (s - max)) = exp2(softmax_scale_log2 · (s - max)). A scale of 0 makes all scores alike; so does the
     # least number, which does not turn a masked -inf into NaN. A descale below 0 is an error that only the GPU can see.
     scale, scale_o = tl.abs(tl.cast(softmax_scale, tl.float32)), keep_scale
+    q_descale_ptr, k_descale_ptr, v_descale_ptr = descales
     if q_descale_ptr is not None:
         scale *= tl.load(q_descale_ptr + seq.b * nheads_k + h_k)
     if k_descale_ptr is not None:
@@ -230,47 +259,34 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # shapes and strides as Att
     if v_descale_ptr is not None:
         scale_o *= tl.load(v_descale_ptr + seq.b * nheads_k + h_k)
     softmax_scale_log2 = tl.where(scale < 0, float("nan"), tl.maximum(scale * 1.4426950408889634, 1e-37))
-    numbers = score_numbers(tl.where(scale < 0, float("nan"), scale), softcap, alibi_ptr, bias_ptr, alibi_batch_stride,
-                            bias_batch_stride, bias_head_stride, seq, h)
-    scores = Scores(numbers, softcap, alibi_ptr, bias_ptr, bias_row_stride, bias_key_stride, kFastTanh)
-    if softcap is not None or alibi_ptr is not None or bias_ptr is not None:
+    numbers = score_numbers(tl.where(scale < 0, float("nan"), scale), score_options, score_strides, seq, h)
+    scores = Scores(numbers, score_options, score_strides, kFastTanh)
+    if score_options.softcap is not None or score_options.slopes is not None or score_options.bias is not None:
         scale = numbers.unit
         softmax_scale_log2 = scale * 1.4426950408889634
+    dropout = Dropout(seed_ptr, keep_count, keep_scale)
     acc_o = tl.zeros([kBlockM, kBlockDv], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
-    # First the blocks that every row sees whole, then those that a mask cuts.
-    kClearV: tl.constexpr = kIsPacked or seqused_k_ptr is not None
-    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
-                                      v_row_stride, blocks, visible, first_key, seqlen_k, seq, head_dim, head_dim_v,
-                                      softmax_scale_log2, scores, seed_ptr, keep_count, False, kMaskCols, kIsLocal,
-                                      kClearV, kIsPacked, kBlockN, kBlockD, kBlockDv, kTma)
-    acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k_base, v_base, b, h, h_k, row0, k_row_stride,
-                                      v_row_stride, blocks, visible, first_key, seqlen_k, seq, head_dim, head_dim_v,
-                                      softmax_scale_log2, scores, seed_ptr, keep_count, True, kMaskCols, kIsLocal,
-                                      kClearV, kIsPacked, kBlockN, kBlockD, kBlockDv, kTma)
+    kClearV: tl.constexpr = kIsPacked or lengths.seqused_k is not None
+    for kMasked in tl.static_range(2):  # first the blocks that every row sees whole, then those that a mask cuts
+        acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k, v, h, row0, seq, blocks, visible, first_key,
+                                          softmax_scale_log2, scores, dropout, kMasked, kIsLocal, kClearV, kIsPacked,
+                                          kTile)
 
-    empty = (visible.begin >= visible.end) | (row_sum == 0.0)
-    row_sum = tl.where(empty, 1.0, row_sum)
+    is_empty = (visible.begin >= visible.end) | (row_sum == 0.0)
     row_max *= scale
-    if bias_ptr is not None:  # the backward pass clamps low scores, see shifted
+    if score_options.bias is not None:  # the backward pass clamps low scores, see shifted
         row_max = tl.maximum(row_max, LOWEST)
     if q.dtype.primitive_bitwidth == 8:  # p was 2^8 times what it is
         row_max -= 8 * 0.6931471805599453
-    empty_lse = float("-inf")
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + h)
-        row_max, row_sum, factor = add_sink(row_max, row_sum, sink)
-        scale_o *= factor
-        empty_lse = tl.where(rows < seq.seqlen_q, sink, float("-inf"))  # padding has no sink
-    lse = row_max + tl.log(row_sum)
-    tl.store(lse_ptr + bh.to(tl.int64) * seqlen_q + seq.q_begin + rows, tl.where(empty, empty_lse, lse),
-             mask=rows < seq.padded_q)
-    # "/" would round to two ulps. The out of an empty row is 0 even where V, times probabilities of 0, gave NaN.
-    out = tl.where(empty[:, None], 0.0, acc_o * tl.div_rn(scale_o, row_sum)[:, None])
+    factor, lse = finish(row_max, row_sum, is_empty, scale_o, sinks_ptr, h, rows < seq.seqlen_q)
+    tl.store(lse_ptr + bh.to(tl.int64) * seqlen_q + seq.q_begin + rows, lse, mask=rows < seq.padded_q)
+    # The out of an empty row is 0 even where V, times probabilities of 0, gave NaN.
+    out = tl.where(is_empty[:, None], 0.0, acc_o * factor[:, None])
     cols = tl.arange(0, kBlockDv)
-    o_base = head_of(o_ptr, b, h, seq.q_begin, o_batch_stride, o_head_stride, o_row_stride)
-    tl.store(o_base + rows.to(tl.int64)[:, None] * o_row_stride + cols[None, :], out.to(o_ptr.dtype.element_ty),
+    o_base = head_of(o_ptr, o_strides, b, h, seq.q_begin)
+    tl.store(o_base + rows.to(tl.int64)[:, None] * o_strides.row + cols[None, :], out.to(o_ptr.dtype.element_ty),
              mask=(rows[:, None] < seq.padded_q) & (cols[None, :] < head_dim_v))
 
 
@@ -312,6 +328,12 @@ def shared_memory(dtype, kBlockM, kBlockN, kBlockD, num_stages, bias_bytes=0):
     return (kBlockM + 2 * num_stages * kBlockN) * kBlockD * dtype.itemsize + of_bias + 1024
 
 
+def config_of(kBlockM, kBlockN, num_warps, num_stages, kBlockD, kBlockDv):
+    """The launch options of a tile."""
+    return dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, kBlockDv=kBlockDv, num_warps=num_warps,
+                num_stages=num_stages)
+
+
 @functools.cache
 def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False, head_dim_v=None, bias_bytes=0):
     """Launch options to choose from, as a list of dictionaries; the first is the choice without tuning.
@@ -336,10 +358,8 @@ def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False, 
     if not tiles and bias_bytes and dtype.itemsize == 2:
         tiles = list(filter(fits, BIAS_TILES))
     tiles = tiles or [smallest]
-    configs = [dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, kBlockDv=kBlockDv, num_warps=num_warps,
-                    num_stages=num_stages)
-               for kBlockM, kBlockN, num_warps, num_stages in tiles]
-    return attention_hopper.configs(dtype, kBlockD) + configs if is_hopper else configs
+    of_hopper = attention_hopper.configs(dtype, kBlockD) if is_hopper else []
+    return of_hopper + [config_of(*tile, kBlockD, kBlockDv) for tile in tiles]
 
 
 def can_use_tma(*tensors):
@@ -361,15 +381,14 @@ def transposed(v, seqlen_q, lengths, window):
     vt = v.new_empty(batch_size, nheads_k, head_dim_v, seqlen_vt)
     if vt.numel():
         grid = (triton.cdiv(seqlen_vt, 64) * batch_size * nheads_k,)
-        _transpose_v[grid](v, vt, lengths.seqused_q, lengths.seqused_k, *v.stride()[:3], nheads_k, seqlen_q, seqlen_k,
-                           seqlen_vt, head_dim_v, *mask_of(window), kBlockN=64, kBlockDv=block_d(v.dtype, head_dim_v))
+        _transpose_v[grid](v, vt, lengths, *strides_of(v), nheads_k, seqlen_q, seqlen_k, seqlen_vt, head_dim_v,
+                           *mask_of(window), kBlockN=64, kBlockDv=block_d(v.dtype, head_dim_v))
     return vt
 
 
-def launch(config, q, k, v, out, lengths, window, is_negative, tma, scores=(None, None, None)):
-    """A Launch for checked inputs, to be called with (q, k, v, out, lse, *lengths, sinks, alibi_slopes, bias,
-    *descales, seed, keep_count, keep_scale, softmax_scale, softcap). v is Vᵀ if they are fp8 and not packed;
-    is_negative: softmax_scale is. scores: alibi_slopes, bias and softcap."""
+def launch(config, arguments, window, tma):
+    """A Launch for a window and the arguments that _flash_fwd has first. tma: descriptors reach q, k and v."""
+    q, k, v, out, _, lengths, *_, softmax_scale, scores = arguments
     if "kConsumers" in config:
         return attention_hopper.launch(config, q, k, v, out, window == (-1, 0), properties(q.device).num_sms)
     (nheads, seqlen_q, head_dim), head_dim_v = q.shape[1:], out.shape[-1]
@@ -377,9 +396,10 @@ def launch(config, q, k, v, out, lengths, window, is_negative, tma, scores=(None
     kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
     v_tile = (kBlockDv, kBlockN) if q.dtype in FP8_DTYPES and not lengths.is_packed else (kBlockN, kBlockDv)
     tiles = [(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)), (v, v_tile))]
-    constants = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *score_constants(q, *scores),
-                 batch_size, nheads, k.shape[1], seqlen_q, k.shape[2], head_dim, head_dim_v, *mask_of(window),
-                 is_negative, head_dim < kBlockD or head_dim_v < kBlockDv, tma, kBlockM, kBlockN, kBlockD, kBlockDv)
+    strides, is_fast = score_constants(q, scores)
+    constants = (strides_of(q, k, v, out), strides, batch_size, nheads, k.shape[1], seqlen_q, k.shape[2], head_dim,
+                 head_dim_v, *mask_of(window), is_fast, softmax_scale < 0,
+                 Tile(kBlockM, kBlockN, kBlockD, kBlockDv, head_dim < kBlockD or head_dim_v < kBlockDv, tma))
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM)
     return Launch(function, slots * q.shape[0] * nheads, constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
@@ -405,32 +425,30 @@ def run(q, k, v, options, config=None):
     out, lse = empty_outputs(q, v)
     if not out.numel():
         return out, lse
-    lengths, window, sinks, seed = options.lengths, options.window, options.sinks, seed_of(options)
-    scores = *score_tensors(options), options.softcap or None
+    seed = seed_of(options)
+    numbers = *count_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
-        if q.dtype in FP8_DTYPES and not lengths.is_packed:
-            v = transposed(v, q.shape[2], lengths, window)
-        autotune, is_negative = options.autotune and tuner.is_on(), options.softmax_scale < 0
-        numbers = *count_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale, scores[2]
-        arguments = q, k, v, out, lse, *lengths, sinks, *scores[:2], *options.descales, seed, *numbers
-        key = (q.device, is_negative, window, autotune, config and tuple(config.values()), scores[2] is None,
-               *layouts(q, k, v, *lengths, sinks, *scores[:2], *options.descales, seed))
+        if q.dtype in FP8_DTYPES and not options.lengths.is_packed:
+            v = transposed(v, q.shape[2], options.lengths, options.window)
+        arguments = (q, k, v, out, lse, options.lengths, options.sinks, options.descales, seed, *numbers,
+                     score_options(options))
+        key = (*plan_key(options, q, k, v), options.autotune and tuner.is_on(), config and tuple(config.values()))
         plan = _plans.get(key)
         if plan is not None:
             plan(*arguments)
             return out, lse
         tma = can_use_tma(q, k, v)
-        suits_hopper = not config and hopper_serves(q, out, tma, lengths, window, is_negative, seed, sinks, scores)
+        suits_hopper = not config and hopper_serves(q, out, tma, options)
         if suits_hopper and attention_hopper is None:
             warn_hopper(hopper_error)
         try:
-            plan = choose(config, autotune, arguments, lengths, window, is_negative, tma)
+            plan = choose(config, arguments, options, tma)
             plan(*arguments)
         except CompilationError as error:
             if not suits_hopper:
                 raise
             give_up_hopper(f"{type(error).__name__}: {error}")
-            plan = choose(config, autotune, arguments, lengths, window, is_negative, tma)
+            plan = choose(config, arguments, options, tma)
             plan(*arguments)
         remember(_plans, key, plan, q.device)
     return out, lse
@@ -450,37 +468,29 @@ def warn_hopper(reason):
     warn(f"attention_hopper.py does not work with Triton {triton.__version__}, calls are slower without it: {reason}")
 
 
-def hopper_serves(q, out, tma, lengths=Lengths(), window=(-1, -1), is_negative=False, seed=None, sinks=None, scores=()):
+def hopper_serves(q, out, tma, options):
     """Whether attention_hopper.py is for a call, if it works. Its TILES begin at kBlockD 64."""
     return (properties(q.device).capability // 10 == 9 and tma and can_use_tma(out) and q.dtype.itemsize == 2
-            and q.shape[-1] > 32 and q.shape[-1] == out.shape[-1]
-            and all(x is None for x in (*lengths, seed, sinks, *scores)) and window in ((-1, -1), (-1, 0))
-            and not is_negative)
+            and q.shape[-1] > 32 and q.shape[-1] == out.shape[-1] and options.window in ((-1, -1), (-1, 0))
+            and options.softmax_scale >= 0 and not options.softcap and all(x is None for x in options.tensors))
 
 
-def candidates(q, out, tma, lengths=Lengths(), window=(-1, -1), is_negative=False, seed=None, sinks=None, scores=()):
+def candidates(q, out, tma, options=Options(1.0)):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
-    is_hopper = hopper_works and hopper_serves(q, out, tma, lengths, window, is_negative, seed, sinks, scores)
+    is_hopper = hopper_works and hopper_serves(q, out, tma, options)
     max_shared_memory = properties(q.device).max_shared_memory
-    of_bias = bias_bytes(scores[1]) if scores else 0
+    of_bias = bias_bytes(options.attn_bias)
     return tile_configs(q.dtype, q.shape[-1], max_shared_memory, is_hopper, out.shape[-1], of_bias), is_hopper
 
 
-def choose(config, autotune, arguments, lengths, window, is_negative, tma):
+def choose(config, arguments, options, tma):
     """The Launch of config, or else of one of the candidates: the first, or the fastest."""
-    q, k, v, out, *_, sinks, alibi_slopes, bias, _, _, _, seed, _, _, _, softcap = arguments
-    scores = alibi_slopes, bias, softcap
-    launch_of = once(lambda config: launch(config, q, k, v, out, lengths, window, is_negative, tma, scores))
-    if config:
-        return launch_of(config)
-    configs, is_hopper = candidates(q, out, tma, lengths, window, is_negative, seed, sinks, scores)
-    if not autotune:
-        return launch_of(configs[0])
-    head_dims = block_d(q.dtype, q.shape[-1]), block_d(q.dtype, out.shape[-1])
-    key = (str(q.dtype), *head_dims, *kind_of(q, k, lengths, window), tma, is_hopper, seed is not None,
-           *kind_of_scores(*scores))
-    run_config = lambda config: launch_of(config)(*arguments)  # noqa: E731
-    return launch_of(tuner.fastest("attention", key, configs, run_config, q.device))
+    q, k, _, out, *_ = arguments
+    configs, is_hopper = ([config], False) if config else candidates(q, out, tma, options)
+    key = (str(q.dtype), block_d(q.dtype, q.shape[-1]), block_d(q.dtype, out.shape[-1]), *kind_of(q, k, options), tma,
+           is_hopper)
+    launch_of = lambda config: launch(config, arguments, options.window, tma)  # noqa: E731
+    return tuner.fastest_launch("attention", key, configs, launch_of, arguments, options.autotune)
 
 
 def __getattr__(name):

@@ -22,6 +22,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, tma, warpgroup_mma,
                                                               warpgroup_mma_wait)
 
+from minimal_attn.options import Lengths
+
 from .launching import MAX_PROGRAMS, Launch
 from .mask import key_blocks, keys_of, make_mask, sees
 from .sequence import sequence
@@ -245,7 +247,7 @@ def _flash_fwd(q_desc, k_desc, v_desc, o_desc, lse_ptr, softmax_scale, nheads, n
     fence_async_shared()
     shared = (sQ, sK, sV, sO, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     m_blocks = gl.cdiv(seqlen_q, q_desc.block_type.shape[2] * kConsumers)
-    seq = sequence(None, None, None, None, 0, 1, seqlen_q, seqlen_k)  # of every sample alike
+    seq = sequence(Lengths(None, None, None, None), 0, 1, seqlen_q, seqlen_k)  # of every sample alike
     mask = make_mask(seq, 0, 0, kIsCausal, False)
     sizes = (nheads, nheads_k, m_blocks, num_tiles, chunk, mask)
     if kConsumers == 2:
@@ -291,10 +293,4 @@ def launch(config, q, k, v, out, causal, num_sms):
     constants = (q.shape[1], k.shape[1], num_tiles, chunk, q.shape[2], k.shape[2], causal, kConsumers, kStages,
                  REGISTERS[kConsumers])
     start = Launch(_flash_fwd, programs, constants, tiles, num_warps=4)
-
-    def start_without(q, k, v, out, lse, *others):
-        *unused, keep_count, keep_scale, softmax_scale, softcap = others
-        assert all(x is None for x in (*unused, softcap))  # lengths, sinks, what changes scores, descales and seed
-        start(q, k, v, out, lse, softmax_scale)
-
-    return start_without
+    return lambda q, k, v, out, lse, *options: start(q, k, v, out, lse, options[-2])  # softmax_scale

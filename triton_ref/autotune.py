@@ -32,23 +32,14 @@ def cache_dir() -> Path:
 
 
 def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], object], device: torch.device) -> dict:
-    """The fastest of configs for inputs of a kind.
+    """One of configs, the fastest for inputs of a kind, by run(config). One that is too large for the GPU is no choice;
+    if all are, the error of one of them is raised.
 
     Args:
-        kernel: its name.
         key: what the choice, and the list of configs, depends on, as plain values. The choice of the first call serves
             all others of its key, in later processes as well.
-        configs: what to choose from; the first is the choice where nothing can be measured: under graph capture, in
-            Triton's interpreter, on a GPU that is not torch.cuda's, or with the environment variable
-            MINIMAL_ATTN_AUTOTUNE=0.
-        run: launches a config; one that is too large for the GPU is no choice.
-        device: the GPU.
-
-    Returns:
-        One of configs.
-
-    Raises:
-        The error of a config, except where it is too large for the GPU; if all are too large, the error of one of them.
+        configs: the first is the choice where nothing can be measured: under graph capture, in Triton's interpreter, on
+            a GPU that is not torch.cuda's, or with the environment variable MINIMAL_ATTN_AUTOTUNE=0.
     """
     if len(configs) == 1 or device.type != "cuda" or not is_on():
         return configs[0]
@@ -66,6 +57,23 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
             _write(file, {**_read(file), repr(key): index})
         chosen = _chosen[kernel, key, device] = configs[index]
     return chosen
+
+
+def fastest_launch(kernel, key, configs, launch, arguments, autotune):
+    """The Launch, made by launch(config), of the fastest of configs for these arguments, whose first is a tensor.
+    Without autotune or a key it is that of the first config."""
+    launches = {}
+
+    def launch_of(config):
+        name = tuple(config.values())
+        if name not in launches:
+            launches[name] = launch(config)
+        return launches[name]
+
+    if autotune and key is not None:
+        run_config = lambda config: launch_of(config)(*arguments)  # noqa: E731
+        return launch_of(fastest(kernel, key, configs, run_config, arguments[0].device))
+    return launch(configs[0])
 
 
 def is_on():

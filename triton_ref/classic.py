@@ -19,15 +19,12 @@ from minimal_attn.options import Options
 from minimal_attn.reference import reference_attention
 
 from . import attention_bwd
-from .attention import INTERPRETING, block_d, properties, run, shared_memory
+from .attention import INTERPRETING, block_d, config_of, properties, run, shared_memory
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM: int, BN: int) -> Tensor:
-    """flash_attention with tiles of BM query rows and BN keys, on the device of Triton's active driver.
-
-    The causal mask of the examples is wrong unless BN divides BM. Here any two tiles are right, and any lengths.
-
-    Differentiable, but for fp8.
+    """flash_attention with tiles of BM query rows and BN keys, on the device of Triton's active driver: differentiable,
+    but for fp8. Any two tiles are right, also where BN does not divide BM, and any lengths.
 
     Args:
         q, k, v, causal, sm_scale: as minimal_attn.flash_attention, in 4D.
@@ -66,8 +63,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM
     scale = 1 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
     kBlockD, limit = block_d(q.dtype, head_dim), properties(q.device).max_shared_memory
     num_stages = next((n for n in (3, 2) if shared_memory(q.dtype, BM, BN, kBlockD, n) <= limit), 1)
-    config = dict(kBlockM=BM, kBlockN=BN, kBlockD=kBlockD, kBlockDv=kBlockD, num_warps=8 if BM >= 128 else 4,
-                  num_stages=num_stages)
+    config = config_of(BM, BN, 8 if BM >= 128 else 4, num_stages, kBlockD, kBlockD)
     try:
         return _Attention.apply(q, k, v, scale, bool(causal), config)
     except OutOfResources as error:
@@ -107,18 +103,14 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def calculate_block_sizes(head_dim: int, sram_size_kb: int = 48) -> tuple[int, int]:
-    """(br, bc), rows of Q and of K and V, of which four fp32 tiles fit in the shared memory of a program.
+    """(br, bc), rows of Q and of K and V, of which four fp32 tiles fit in sram_size_kb KB of shared memory.
 
     The rule of Dao et al. 2022, Algorithm 1, line 1, in powers of two: bc = memory / (4 · head_dim · 4 bytes), br no
     larger than head_dim. At least 16 each, the least that a matrix product takes, also where that does not fit. For
     comparison with the paper: the kernel's own tiles are those of attention.tile_configs.
 
-    Args:
-        head_dim: from 1 to 256.
-        sram_size_kb: shared memory in KB.
-
     Raises:
-        TypeError: no integers; ValueError: head_dim or sram_size_kb.
+        TypeError: no integers; ValueError: a head_dim not from 1 to 256, a sram_size_kb not above 0.
     """
     head_dim, sram_size_kb = operator.index(head_dim), operator.index(sram_size_kb)
     if not 1 <= head_dim <= MAX_HEAD_DIM:

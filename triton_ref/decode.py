@@ -4,12 +4,16 @@ Decoding is bound by the reading of K and V. So one program serves all query hea
 that fit. Its tile has packed rows: row r is token r // kGroup and query head h_k · kGroup + r % kGroup. Tensor cores
 want 16 rows at least.
 
-One sample has too few programs for a GPU, so its keys are split, and a second kernel adds up the parts. The host reads
-no lengths: it launches as many programs as the cache may need, and those without keys return at once. So a CUDA graph
-stays valid while lengths and tables change.
+One sample has too few programs for a GPU, so its keys are split, by the lengths of the sample alone, and not by its
+batch or by the room in the cache: its bits do not depend on them. Each split leaves the maximum of its scores, the sum
+of exp(score - maximum), and its o, which is not normalised. A second kernel adds them up in a fixed order (Dao et al.,
+Flash-Decoding, 2023). The host reads no lengths: it launches as many programs as the cache may need, and those without
+keys return at once. So a CUDA graph stays valid while lengths and tables change.
 
-Read next: splits.py, how keys are split; ../minimal_attn/reference/pages.py, the same in plain torch.
+Read next: ../minimal_attn/reference/pages.py, the same in plain torch.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,12 +22,57 @@ import triton.language as tl
 from minimal_attn.checks import MAX_SEQLEN, empty_outputs
 from minimal_attn.reference.pages import capacity_of
 
-from .attention import block_d, shared_memory
+from .attention import Tile, block_d, config_of, finish, shared_memory
 from .launching import INTERPRETING, WINDOW, Launch, layouts, mask_of, num_samples, properties, remember, to_float
 from .mask import keys_of, make_mask, sees
-from .scores import Scores, capped, score_constants, score_numbers, shifted
-from .sequence import block_of_slot, cached_sequence, head_of, num_slots
-from .splits import MAX_SPLITS, MIN_KEYS, SIZES, SPLIT_ROWS, combine_splits, finish, score_units, share_keys
+from .scores import Scores, capped, score_constants, score_numbers, score_options, shifted
+from .sequence import block_of_slot, cached_sequence, head_of, num_slots, strides_of
+
+MAX_SPLITS = 32  # where num_splits is 0
+# Every split but the last has a multiple of MIN_KEYS keys, and so of kBlockN: no block has keys of two splits.
+MIN_KEYS = tl.constexpr(64)
+# Samples with more packed rows are not split: they have programs enough, and partial results take memory.
+SPLIT_ROWS = 64
+# Parameters that change from call to call, for which the kernels should not be compiled anew.
+SIZES = ("batch_size", "seqlen_q", "capacity", "num_sequences", "page_table_stride", "tree_batch_stride", "max_splits",
+         "split_tokens")
+
+
+class Share(NamedTuple):
+    """The rows of a tile see keys in [begin, end). Each of num_splits programs takes `size` of them, the last one what
+    is left."""
+    begin: Any
+    end: Any
+    size: Any
+    num_splits: Any  # at least 1
+
+
+@triton.jit
+def share_keys(seq, mask, row0, max_splits, split_tokens, kGroup: tl.constexpr, kBlockM: tl.constexpr):
+    """The Share of a tile of packed rows from row0 on."""
+    first, last = row0 // kGroup, tl.minimum((row0 + kBlockM - 1) // kGroup, seq.seqlen_q - 1)
+    begin = keys_of(mask, first).begin
+    # Where all rows are padding nothing need be read.
+    end = tl.where(first < seq.seqlen_q, keys_of(mask, last).end, 0)
+    n_keys = tl.maximum(end - begin, 0)
+    size = tl.cdiv(tl.cdiv(n_keys, max_splits), MIN_KEYS) * MIN_KEYS
+    size = tl.maximum(tl.where(seq.seqlen_q <= split_tokens, size, n_keys), 1)
+    return Share(begin, end, size, tl.maximum((n_keys - 1) // size + 1, 1))  # no sum overflows
+
+
+@triton.jit
+def score_units(softmax_scale, options):
+    """Returns (unit of scores, see scores.py; this unit times log2(e), for powers of two).
+
+    A scale of 0 would turn a masked -inf into NaN. The second unit is therefore at least 1e-37, which also makes all
+    scores alike.
+    """
+    unit = tl.abs(tl.cast(softmax_scale, tl.float32))
+    if options.softcap is not None:
+        unit = tl.cast(options.softcap, tl.float32)
+    elif options.slopes is not None:
+        unit = tl.cast(1.0, tl.float32)
+    return unit, tl.maximum(unit * 1.4426950408889634, 1e-37)
 
 
 @triton.jit
@@ -64,28 +113,29 @@ def _sees_in_tree(trees, new):
 
 @triton.jit(do_not_specialize=[*WINDOW, *SIZES])
 def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
-            o_accum_ptr, max_accum_ptr, sum_accum_ptr,  # fp32 (B, Hk, max_splits, split_tokens · kGroup[, Dv])
-            cu_seqlens_q_ptr, seqused_q_ptr, seqused_k_ptr, page_table_ptr, batch_idx_ptr, leftpad_k_ptr,
-            tree_ptr, sinks_ptr, alibi_ptr, softmax_scale, softcap,  # None in these four lines: not given or needed
-            q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride,
-            v_batch_stride, v_head_stride, v_row_stride, o_batch_stride, o_head_stride, o_row_stride,
-            page_table_stride, tree_batch_stride, alibi_batch_stride, batch_size, nheads_k, seqlen_q, capacity,
+            partial,  # o_accum fp32 (B, Hk, max_splits, split_tokens · kGroup, Dv), max_accum and sum_accum without Dv
+            lengths, tables, sinks_ptr, softmax_scale, score_options,  # tables: the tensors of minimal_attn's Cache
+            strides, page_table_stride, tree_batch_stride, score_strides, batch_size, nheads_k, seqlen_q, capacity,
             num_sequences, max_splits, split_tokens, head_dim, head_dim_v, window_left, window_right,
             kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kFastTanh: tl.constexpr, kNegateQ: tl.constexpr,
-            kMaskCols: tl.constexpr, kPageSize: tl.constexpr, kGroup: tl.constexpr, kBlockM: tl.constexpr,
-            kBlockN: tl.constexpr, kBlockD: tl.constexpr, kBlockDv: tl.constexpr):
+            kPageSize: tl.constexpr, kGroup: tl.constexpr, kTile: tl.constexpr):
+    kBlockM: tl.constexpr = kTile.kBlockM
+    kBlockN: tl.constexpr = kTile.kBlockN
+    kBlockDv: tl.constexpr = kTile.kBlockDv
+    kMaskCols: tl.constexpr = kTile.kMaskCols
+    q_strides, k_strides, v_strides, o_strides = strides
+    page_table_ptr, batch_idx_ptr, leftpad_k_ptr, tree_ptr = tables
     # Key/value heads are neighbours, for those of one page may be so in memory.
     h_k, split_idx = tl.program_id(0) % nheads_k, tl.program_id(0) // nheads_k % max_splits
     slot = tl.program_id(0) // nheads_k // max_splits
-    if cu_seqlens_q_ptr is not None:
-        sample, m_block = block_of_slot(cu_seqlens_q_ptr, slot, batch_size, seqlen_q, kBlockM, kGroup)
+    if lengths.cu_seqlens_q is not None:
+        sample, m_block = block_of_slot(lengths.cu_seqlens_q, slot, batch_size, seqlen_q, kBlockM, kGroup)
         b = 0
     else:
         m_blocks = num_slots(None, batch_size, seqlen_q, kBlockM, kGroup)
         sample, m_block = slot // m_blocks, slot % m_blocks
         b = sample
-    seq = cached_sequence(cu_seqlens_q_ptr, seqused_q_ptr, seqused_k_ptr, leftpad_k_ptr, sample, batch_size, seqlen_q,
-                          capacity)
+    seq = cached_sequence(lengths, leftpad_k_ptr, sample, batch_size, seqlen_q, capacity)
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
     row0 = m_block * kBlockM
     share = share_keys(seq, mask, row0, max_splits, split_tokens, kGroup, kBlockM)
@@ -97,16 +147,15 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
     rows = row0 + tl.arange(0, kBlockM)
     tokens, heads = rows // kGroup, h_k * kGroup + rows % kGroup
     is_row = tokens < seq.seqlen_q
-    q = _gather(head_of(q_ptr, b, 0, seq.q_begin, q_batch_stride, q_head_stride, q_row_stride), heads, tokens,
-                q_head_stride, q_row_stride, is_row, head_dim, kMaskCols, kBlockD)
+    q = _gather(head_of(q_ptr, q_strides, b, 0, seq.q_begin), heads, tokens, q_strides.head, q_strides.row, is_row,
+                head_dim, kMaskCols, kTile.kBlockD)
     if kNegateQ:  # a masked score of -inf needs a scale above 0
         q = (-q.to(tl.float32)).to(q.dtype)
-    k_base = head_of(k_ptr, 0, h_k, 0, k_batch_stride, k_head_stride, k_row_stride)
-    v_base = head_of(v_ptr, 0, h_k, 0, v_batch_stride, v_head_stride, v_row_stride)
-    unit, unit_log2 = score_units(softmax_scale, softcap, alibi_ptr)
-    numbers = score_numbers(tl.abs(tl.cast(softmax_scale, tl.float32)), softcap, alibi_ptr, None, alibi_batch_stride,
-                            None, None, seq, heads[:, None])
-    scores = Scores(numbers, softcap, alibi_ptr, None, None, None, kFastTanh)
+    k_base, v_base = head_of(k_ptr, k_strides, 0, h_k, 0), head_of(v_ptr, v_strides, 0, h_k, 0)
+    unit, unit_log2 = score_units(softmax_scale, score_options)
+    numbers = score_numbers(tl.abs(tl.cast(softmax_scale, tl.float32)), score_options, score_strides, seq,
+                            heads[:, None])
+    scores = Scores(numbers, score_options, score_strides, kFastTanh)
     visible = keys_of(mask, tokens)
     if tree_ptr is not None:
         trees = tl.load(tree_ptr + tl.cast(sample, tl.int64) * tree_batch_stride + tokens, mask=is_row, other=0)
@@ -121,7 +170,8 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
         block, key_rows = _block_of_keys(page_table_ptr, batch_idx_ptr, sample, seq.k_begin + cols, is_key,
                                          page_table_stride, num_sequences, kPageSize)
         is_key &= block >= 0
-        k_tile = _gather(k_base, block, key_rows, k_batch_stride, k_row_stride, is_key, head_dim, kMaskCols, kBlockD)
+        k_tile = _gather(k_base, block, key_rows, k_strides.batch, k_strides.row, is_key, head_dim, kMaskCols,
+                         kTile.kBlockD)
         acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
         acc_s = shifted(scores, capped(scores, acc_s), tokens[:, None], cols[None, :])
         is_seen = sees(visible, cols, kIsLocal)
@@ -134,7 +184,8 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
         rescale = tl.exp2((row_max - max_sub) * unit_log2)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         row_max = new_max
-        v_tile = _gather(v_base, block, key_rows, v_batch_stride, v_row_stride, is_key, head_dim_v, kMaskCols, kBlockDv)
+        v_tile = _gather(v_base, block, key_rows, v_strides.batch, v_strides.row, is_key, head_dim_v, kMaskCols,
+                         kBlockDv)
         if q.dtype == tl.float32:  # summed apart from acc_o, as in attention.py
             acc_o = tl.fma(acc_o, tl.broadcast_to(rescale[:, None], acc_o.shape),
                            tl.dot(p, v_tile, input_precision="ieee"))
@@ -142,6 +193,7 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
             acc_o = tl.dot(p.to(q.dtype), v_tile, acc_o * rescale[:, None])
 
     cols = tl.arange(0, kBlockDv)
+    o_accum_ptr, max_accum_ptr, sum_accum_ptr = partial
     if o_accum_ptr is not None:
         if share.num_splits > 1:
             part = (tl.cast(sample, tl.int64) * nheads_k + h_k) * max_splits + split_idx
@@ -150,7 +202,8 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
             tl.store(sum_accum_ptr + places, row_sum, mask=is_row)
             tl.store(o_accum_ptr + places[:, None] * head_dim_v + cols[None, :],
                      tl.where(row_sum[:, None] == 0.0, 0.0, acc_o), mask=is_row[:, None] & (cols[None, :] < head_dim_v))
-    is_empty, factor, lse = finish(row_max, row_sum, unit, sinks_ptr, heads, is_row)
+    is_empty = row_sum == 0.0
+    factor, lse = finish(tl.where(is_empty, 0.0, row_max) * unit, row_sum, is_empty, 1.0, sinks_ptr, heads, is_row)
     # combine_splits stores the rows that are split, but no padding. Triton 3.9's interpreter takes no mask that has a
     # scalar condition in it.
     first_stored = tl.where(share.num_splits == 1, 0, seq.seqlen_q)
@@ -159,10 +212,51 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
              mask=is_stored)
     # The out of an empty row is 0 even where V, times probabilities of 0, gave NaN.
     out = tl.where(is_empty[:, None], 0.0, acc_o * factor[:, None])
-    o_base = head_of(o_ptr, b, 0, seq.q_begin, o_batch_stride, o_head_stride, o_row_stride)
-    places = heads.to(tl.int64) * o_head_stride + tokens.to(tl.int64) * o_row_stride
+    places = heads.to(tl.int64) * o_strides.head + tokens.to(tl.int64) * o_strides.row
+    o_base = head_of(o_ptr, o_strides, b, 0, seq.q_begin)
     tl.store(o_base + places[:, None] + cols[None, :], out.to(o_ptr.dtype.element_ty),
              mask=is_stored[:, None] & (cols[None, :] < head_dim_v))
+
+
+@triton.jit(do_not_specialize=[*WINDOW, *SIZES])
+def combine_splits(partial, o_ptr, lse_ptr, lengths, leftpad_k_ptr, sinks_ptr, softmax_scale, score_options, o_strides,
+                   batch_size, nheads_k, seqlen_q, capacity, max_splits, split_tokens, head_dim_v,
+                   window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kGroup: tl.constexpr,
+                   kBlockM: tl.constexpr, kBlockDv: tl.constexpr):
+    """One program adds up the splits of one packed row. The result of a row that is not split is stored already."""
+    row, bh = tl.program_id(0) % (split_tokens * kGroup), tl.program_id(0) // (split_tokens * kGroup)
+    sample, h_k, token = bh // nheads_k, bh % nheads_k, row // kGroup
+    h = h_k * kGroup + row % kGroup
+    o_accum_ptr, max_accum_ptr, sum_accum_ptr = partial
+    seq = cached_sequence(lengths, leftpad_k_ptr, sample, batch_size, seqlen_q, capacity)
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
+    share = share_keys(seq, mask, row // kBlockM * kBlockM, max_splits, split_tokens, kGroup, kBlockM)
+    if (token >= seq.seqlen_q) | (share.num_splits == 1):
+        return
+    unit, unit_log2 = score_units(softmax_scale, score_options)
+    cols = tl.arange(0, kBlockDv)
+    acc_o = tl.zeros([kBlockDv], tl.float32)
+    row_max, row_sum = float("-inf"), 0.0
+    for split0 in range(0, share.num_splits, 16):
+        splits = split0 + tl.arange(0, 16)
+        is_split = splits < share.num_splits
+        places = (tl.cast(bh, tl.int64) * max_splits + splits) * split_tokens * kGroup + row
+        maxima = tl.load(max_accum_ptr + places, mask=is_split, other=float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(maxima, 0))
+        max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale, weights = tl.exp2((row_max - max_sub) * unit_log2), tl.exp2((maxima - max_sub) * unit_log2)
+        sums = tl.load(sum_accum_ptr + places, mask=is_split, other=0.0)
+        row_sum = row_sum * rescale + tl.sum(weights * sums, 0)
+        o_accum = tl.load(o_accum_ptr + places[:, None] * head_dim_v + cols[None, :],
+                          mask=is_split[:, None] & (cols[None, :] < head_dim_v), other=0.0)
+        acc_o = acc_o * rescale + tl.sum(weights[:, None] * o_accum, 0)
+        row_max = new_max
+    is_empty = row_sum == 0.0
+    factor, lse = finish(tl.where(is_empty, 0.0, row_max) * unit, row_sum, is_empty, 1.0, sinks_ptr, h, True)
+    b = 0 if lengths.cu_seqlens_q is not None else sample
+    tl.store(lse_ptr + (tl.cast(b, tl.int64) * nheads_k * kGroup + h) * seqlen_q + seq.q_begin + token, lse)
+    o_base = head_of(o_ptr, o_strides, b, h, seq.q_begin + token)
+    tl.store(o_base + cols, tl.where(is_empty, 0.0, acc_o * factor).to(o_ptr.dtype.element_ty), mask=cols < head_dim_v)
 
 
 # (kBlockM with up to 16 packed rows a sample, with more, kBlockN, num_warps) by bytes of an element and the larger of
@@ -187,8 +281,7 @@ def tile_of(dtype, rows, head_dim, head_dim_v, is_paged, max_shared_memory):
         num_stages += 1
     if is_paged:  # page numbers come two stages before keys: Triton then takes two stages for each tile in flight
         num_stages = 2 * num_stages - 1
-    return dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, kBlockDv=kBlockDv, num_warps=num_warps,
-                num_stages=num_stages)
+    return config_of(kBlockM, kBlockN, num_warps, num_stages, kBlockD, kBlockDv)
 
 
 def launches(q, k, v, out, options, cache, split_tokens, max_splits, rows):
@@ -205,20 +298,19 @@ def launches(q, k, v, out, options, cache, split_tokens, max_splits, rows):
     kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM, group)
     slots *= 1 if lengths.is_packed else batch_size
-    of_scores = score_constants(q, options.alibi_slopes, None, options.softcap or None)
-    of_mask, is_masked = mask_of(options.window), head_dim < kBlockD or head_dim_v < kBlockDv
+    score_strides, is_fast = score_constants(q, score_options(options))
+    of_mask = mask_of(options.window)
     page_size = 1 if page_table is None else max(1, k.shape[2])  # one kernel for caches of any length
     table_strides = (None if x is None else x.stride(0) for x in (page_table, cache.tree_mask))
     decode = Launch(_decode, slots * max_splits * nheads_k, (
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        *table_strides, of_scores[0], batch_size, nheads_k, seqlen_q, capacity, k.shape[0], max_splits, split_tokens,
-        head_dim, head_dim_v, *of_mask, of_scores[-1], options.softmax_scale < 0, is_masked, page_size, group,
-        kBlockM, kBlockN, kBlockD, kBlockDv),
+        strides_of(q, k, v, out), *table_strides, score_strides, batch_size, nheads_k, seqlen_q, capacity, k.shape[0],
+        max_splits, split_tokens, head_dim, head_dim_v, *of_mask, is_fast, options.softmax_scale < 0, page_size, group,
+        Tile(kBlockM, kBlockN, kBlockD, kBlockDv, head_dim < kBlockD or head_dim_v < kBlockDv)),
         num_warps=num_warps, num_stages=num_stages)
     if max_splits == 1:
         return decode, None
     combine = Launch(combine_splits, batch_size * nheads_k * split_tokens * group, (
-        *out.stride()[:3], batch_size, nheads_k, seqlen_q, capacity, max_splits, split_tokens, head_dim_v, *of_mask,
+        *strides_of(out), batch_size, nheads_k, seqlen_q, capacity, max_splits, split_tokens, head_dim_v, *of_mask,
         group, kBlockM, kBlockDv), num_warps=4)
     return decode, combine
 
@@ -244,18 +336,17 @@ def run(q, k, v, options, cache):
         partial = None, None, None
         if max_splits > 1:
             shape = num_samples(q, lengths), k.shape[1], max_splits, split_tokens * group
-            partial = [q.new_empty(sizes, dtype=torch.float32) for sizes in ((*shape, v.shape[-1]), shape, shape)]
-        of_q, of_k = (lengths.cu_seqlens_q, lengths.seqused_q), (lengths.seqused_k, *cache[:4])
-        numbers = options.softmax_scale, options.softcap or None
-        key = (q.device, options.softmax_scale < 0, options.window, numbers[1] is None, rows, split_tokens, max_splits,
-               *layouts(q, k, v, *of_q, *of_k, options.sinks, options.alibi_slopes))
+            o_accum = q.new_empty((*shape, v.shape[-1]), dtype=torch.float32)
+            partial = o_accum, o_accum.new_empty(shape), o_accum.new_empty(shape)
+        tables, scores = cache[:4], score_options(options)
+        key = (q.device, options.softmax_scale < 0, options.window, scores.softcap is None, rows, split_tokens,
+               max_splits, *layouts(q, k, v, *lengths, *tables, options.sinks, scores.slopes))
         plan = _plans.get(key)
         if plan is None:
             plan = launches(q, k, v, out, options, cache, split_tokens, max_splits, rows)
             remember(_plans, key, plan, q.device)
         decode, combine = plan
-        decode(q, k, v, out, lse, *partial, *of_q, *of_k, options.sinks, options.alibi_slopes, *numbers)
+        decode(q, k, v, out, lse, partial, lengths, tables, options.sinks, options.softmax_scale, scores)
         if combine is not None:
-            combine(*partial, out, lse, *of_q, lengths.seqused_k, cache.leftpad_k, options.sinks, options.alibi_slopes,
-                    *numbers)
+            combine(partial, out, lse, lengths, cache.leftpad_k, options.sinks, options.softmax_scale, scores)
     return out, lse

@@ -113,6 +113,7 @@ class Launch:
         self.function, self.grid, self.constants, self.options = function, (programs, 1, 1), constants, options
         self.tile_maps = [tile and _TileMap(*tile) for tile in tiles]
         self.kernel = None  # compiled; None for ever in the interpreter
+        self.named = ()  # which arguments of a call are named tuples
 
     def __call__(self, *arguments):
         """Launch on the current device and stream. A tensor is None in every call or in none."""
@@ -124,8 +125,19 @@ class Launch:
             arguments = (*tiles, *arguments[len(tiles):])
         if self.kernel is None:
             self.kernel = self.function[self.grid](*arguments, *self.constants, **self.options)
-        else:
-            self.kernel[self.grid](*arguments, *self.constants)
+            if self.kernel is not None:
+                self.named = [i for i, x in enumerate(arguments) if type(x) is not tuple and isinstance(x, tuple)]
+                self.constants = _plain(self.constants)
+            return
+        arguments = list(arguments)
+        for i in self.named:
+            arguments[i] = tuple(arguments[i])
+        self.kernel[self.grid](*arguments, *self.constants)
+
+
+def _plain(x):
+    """x with plain tuples for named ones, which Triton's launcher takes four times as long to read."""
+    return tuple(map(_plain, x)) if isinstance(x, tuple) else x
 
 
 @triton.jit
@@ -142,19 +154,6 @@ def sum_splits(out, split_stride, kSplits):
     in memory as out does. They are in fp32, and each begins split_stride elements after the one before. out has no gaps
     in memory."""
     return Launch(_sum_splits, -(-out.numel() // 1024), (out.numel(), split_stride, kSplits, 1024))
-
-
-def once(launch):
-    """launch(config), called once for each config."""
-    made = {}
-
-    def launch_of(config):
-        name = tuple(config.values())
-        if name not in made:
-            made[name] = launch(config)
-        return made[name]
-
-    return launch_of
 
 
 # Parameters that should not be compiled for: a window's size, and in a packed batch what changes from call to call.
@@ -174,7 +173,7 @@ def num_samples(q, lengths):
     return lengths.cu_seqlens_q.shape[0] - 1 if lengths.is_packed else q.shape[0]
 
 
-def kind_of(q, k, lengths, window):
+def kind_of(q, k, options):
     """The part of a tuning key that says on what a choice of tiles depends beside dtype and head_dim.
 
     Lengths of tensors are rounded up to a power of two: 1025 to 2048 are tuned as one. Lengths of packed batches are
@@ -182,8 +181,11 @@ def kind_of(q, k, lengths, window):
     keys that a row sees counts as well, rounded in the same way: in a narrow window a large tile computes much that the
     mask then drops.
     """
-    left, right, is_causal, is_local = mask_of(window)
-    kind = is_causal, is_local, lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None
+    lengths, bias = options.lengths, options.attn_bias
+    left, right, is_causal, is_local = mask_of(options.window)
+    kind = (is_causal, is_local, lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None,
+            options.dropout_seed is not None, options.alibi_slopes is not None, options.softcap > 0,
+            bias if bias is None else (str(bias.dtype), bias.shape[2] > 1, bias.shape[3] > 1))
     sizes = () if lengths.is_packed else (q.shape[2], k.shape[2])
     if is_local:
         sizes += (left + right + 1,)
@@ -192,7 +194,14 @@ def kind_of(q, k, lengths, window):
 
 def layouts(*tensors):
     """All of tensors, or None, that a compiled kernel depends on."""
-    return tuple(x if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors)
+    return [x if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors]
+
+
+def plan_key(options, q, *tensors):
+    """All of a call that its launches depend on. Its numbers may be others in the next call: softmax_scale but for the
+    sign, softcap, dropout_p."""
+    return (q.device, options.window, options.softmax_scale < 0, options.softcap > 0,
+            *layouts(q, *tensors, *options.tensors))
 
 
 def remember(plans, key, plan, device):

@@ -16,11 +16,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import cdiv
 
 from minimal_attn.checks import check_matmul, check_no_derivative, is_eager
 
 from . import autotune
-from .launching import INTERPRETING, Launch, layouts, once, properties, remember, sum_splits
+from .launching import INTERPRETING, Launch, layouts, properties, remember, sum_splits
 
 
 @triton.jit
@@ -117,11 +118,11 @@ def _ranked(dtype, m, n, k, is_tma, num_sms, shared_memory):
     for kBlockM, kBlockN, kBlockK, rate in TILES[dtype.itemsize]:
         if (kBlockM == 16) != (m <= 16):
             continue
-        tiles = _cdiv(m, kBlockM) * _cdiv(n, kBlockN)
+        tiles = cdiv(m, kBlockM) * cdiv(n, kBlockN)
         for kSplits in (1, 2, 4, 8, 16) if tiles < num_sms else (1,):
             config = _config(dtype, kBlockM, kBlockN, kBlockK, kSplits, is_tma, shared_memory)
-            k_span = _cdiv(k, kBlockK * kSplits) * kBlockK
-            compute = _cdiv(tiles * kSplits, num_sms) * (2e-6 * kBlockM * kBlockN * k_span / rate + 0.2)
+            k_span = cdiv(k, kBlockK * kSplits) * kBlockK
+            compute = cdiv(tiles * kSplits, num_sms) * (2e-6 * kBlockM * kBlockN * k_span / rate + 0.2)
             adding = 3 + kSplits * (0.5 + 8 * m * n / 3e6) if kSplits > 1 else 0
             if config["num_stages"] > 1:
                 found.append((5 + max(compute, bytes_moved / 3e6) + adding, compute, config))
@@ -131,16 +132,12 @@ def _ranked(dtype, m, n, k, is_tma, num_sms, shared_memory):
 
 def _config(dtype, kBlockM, kBlockN, kBlockK, kSplits, is_tma, shared_memory):
     """A config with as many stages as there is memory for, at most 5, since more gain nothing."""
-    warps_of_4 = _cdiv(kBlockM * kBlockN, 64 * 64 if dtype == torch.float32 else 128 * 128)
+    warps_of_4 = cdiv(kBlockM * kBlockN, 64 * 64 if dtype == torch.float32 else 128 * 128)
     c_bytes = kBlockM * kBlockN * (dtype.itemsize if kSplits == 1 else 4) if is_tma else 0
     barriers = 1024
     num_stages = (shared_memory - barriers - c_bytes) // ((kBlockM + kBlockN) * kBlockK * dtype.itemsize)
     return dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockK=kBlockK, kSplits=kSplits, num_warps=min(8, 4 * warps_of_4),
                 num_stages=min(5, num_stages))
-
-
-def _cdiv(x, y):
-    return -(-x // y)
 
 
 def _contiguous_dim(x):
@@ -162,8 +159,8 @@ def _launch(a, b, c, dims, num_sms, config):
     None to read through pointers."""
     (m, k), n = a.shape, b.shape[1]
     kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages = config.values()
-    m_blocks = _cdiv(m, kBlockM)
-    programs, is_trans, tiles = m_blocks * _cdiv(n, kBlockN) * kSplits, (False, False), ()
+    m_blocks = cdiv(m, kBlockM)
+    programs, is_trans, tiles = m_blocks * cdiv(n, kBlockN) * kSplits, (False, False), ()
 
     def new_partial(c, device=None):
         return c.new_empty((kSplits * m_blocks * kBlockM, n), dtype=torch.float32, device=device)
@@ -218,26 +215,27 @@ def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
     if capability < 90 or None in dims or a.dtype == torch.float32 or n % 8:
         dims = None
     gpu = dims is not None, num_sms, shared_memory
-    launch_of = once(lambda config: _launch(a, b, c, dims, num_sms, config))
+    key = None
     if None not in (block_m, block_n, block_k):
         config = _config(a.dtype, block_m, block_n, block_k, 1, dims is not None, shared_memory)
         if config["num_stages"] < 1:
             raise ValueError(f"block_m, block_n and block_k must fit {shared_memory} bytes of shared memory, which "
                              f"{block_m}, {block_n} and {block_k} do not in {a.dtype}")
+        configs = [config]
     elif use_autotune:
         sizes = _bucket(m), _bucket(n), _bucket(k)
         layout = dims or tuple(stride == 1 for stride in (*a.stride(), *b.stride()))
         configs, key = _ranked(a.dtype, *sizes, *gpu), (str(a.dtype), *sizes, *layout)
-        config = autotune.fastest("matmul", key, configs, lambda config: launch_of(config)(a, b, c), a.device)
     else:
-        config = tile_config(a.dtype, m, n, k, *gpu)
-    return launch_of(config)
+        configs = [tile_config(a.dtype, m, n, k, *gpu)]
+    return autotune.fastest_launch("matmul", key, configs, lambda config: _launch(a, b, c, dims, num_sms, config),
+                                   (a, b, c), use_autotune)
 
 
 def _bucket(size):
     """size rounded up to 4, 5, 6 or 7 times a power of two: sizes that share one choice of autotuning."""
     step = max(16, 1 << max(0, (size - 1).bit_length() - 3))
-    return _cdiv(size, step) * step
+    return cdiv(size, step) * step
 
 
 _matmul_op = torch.library.custom_op("minimal_attn::triton_matmul", _multiply, mutates_args=())

@@ -15,7 +15,6 @@ from . import append, attention, attention_bwd, decode
 from .launching import INTERPRETING
 from .matmul import triton_matmul
 
-
 FORWARD_FIELDS = (*Options._fields[:OF_OP], "autotune", "q_descale", "k_descale", "v_descale")
 BACKWARD_FIELDS = FORWARD_FIELDS[:OF_OP + 1]
 
@@ -94,7 +93,7 @@ def triton_decode(q, k_cache, v_cache, *of_decode):
 
 
 @triton_decode.register_fake
-def _(q, k_cache, v_cache, *others, **more):
+def _(q, k_cache, v_cache, *others):
     return empty_outputs(q, v_cache)
 
 
@@ -119,7 +118,7 @@ def triton_append(k_new, v_new, k_cache, v_cache, *of_append):
     With rotary_cos and rotary_sin (S_ro, rotary_dim / 2), new keys are rotated at position rotary_seqlens[b] + t, by
     default seqused_k[b] + t, and so is q, with q_advances=False all rows at the first position. An output that is not
     asked for has no elements."""
-    return append.run(k_new, v_new, k_cache, v_cache, *Append(*of_append))
+    return append.run(k_new, v_new, k_cache, v_cache, Append(*of_append))
 
 
 triton_append.register_fake(ops.append_shapes)

@@ -7,11 +7,9 @@ needed, it also writes what each row adds to it. Read next: attention.py.
 import triton
 import triton.language as tl
 
-from minimal_attn.options import Lengths
-
-from .attention import _load, block_d
+from .attention import _load, block_d, matrix_of
 from .launching import PACKED_SIZES, Launch, num_samples
-from .sequence import block_of_slot, head_of, num_slots, sequence
+from .sequence import block_of_slot, head_of, num_slots, sequence, strides_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PAD = 128  # rows of delta and lse_padded come in multiples of this, as no tile has more
@@ -19,10 +17,9 @@ kPad = tl.constexpr(PAD)
 
 
 @triton.jit(do_not_specialize=["batch_size"])
-def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, lse_padded_ptr, dsinks_ptr,
-                cu_seqlens_q_ptr, softmax_scale, o_batch_stride, o_head_stride, o_row_stride, dout_batch_stride,
-                dout_head_stride, dout_row_stride, dlse_batch_stride, dlse_head_stride, dlse_row_stride, batch_size,
-                nheads, seqlen_q, seqlen_pad, head_dim_v, kBlockM: tl.constexpr, kBlockDv: tl.constexpr):
+def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, lse_padded_ptr, dsinks_ptr, lengths,
+                softmax_scale, strides, batch_size, nheads, seqlen_q, seqlen_pad, head_dim_v, kBlockM: tl.constexpr,
+                kBlockDv: tl.constexpr):
     """delta = rowsum(dO ∘ O) - dlse, and lse as probabilities takes it, both (B, H, seqlen_pad). In a packed batch
     sample b begins at its first slot of kPad rows. With sinks_ptr also -exp(sink - lse) · delta of each row.
 
@@ -36,20 +33,20 @@ def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, lse_pa
     row0 = tl.program_id(0) % m_blocks * kBlockM  # of delta; row 0 of a sample is row q_begin of o
     rows_of_delta = row0 + tl.arange(0, kBlockM)
     q_begin, row_end = 0, seqlen_q
-    if cu_seqlens_q_ptr is not None:
-        sample, slot = block_of_slot(cu_seqlens_q_ptr, row0 // kPad, batch_size, seqlen_q, kPad)
-        seq = sequence(cu_seqlens_q_ptr, cu_seqlens_q_ptr, None, None, sample, batch_size, seqlen_q, seqlen_q)
+    o_strides, dout_strides, dlse_strides = strides
+    if lengths.cu_seqlens_q is not None:
+        sample, slot = block_of_slot(lengths.cu_seqlens_q, row0 // kPad, batch_size, seqlen_q, kPad)
+        seq = sequence(lengths, sample, batch_size, seqlen_q, seqlen_q)
         q_begin, row_end, row0 = seq.q_begin, seq.seqlen_q, slot * kPad + row0 % kPad
     rows = row0 + tl.arange(0, kBlockM)
     is_row = rows < row_end
-    o = _load(head_of(o_ptr, b, h, q_begin, o_batch_stride, o_head_stride, o_row_stride), b, h, row0, 0, o_row_stride,
-              row_end, head_dim_v, True, True, kBlockM, kBlockDv, False)
-    dout = _load(head_of(dout_ptr, b, h, q_begin, dout_batch_stride, dout_head_stride, dout_row_stride), b, h, row0, 0,
-                 dout_row_stride, row_end, head_dim_v, True, True, kBlockM, kBlockDv, False)
+    o = matrix_of(o_ptr, o_strides, b, h, q_begin, row_end, head_dim_v)
+    dout = matrix_of(dout_ptr, dout_strides, b, h, q_begin, row_end, head_dim_v)
+    o, dout = _load(o, row0, True, True, kBlockM, kBlockDv), _load(dout, row0, True, True, kBlockM, kBlockDv)
     delta = tl.sum(tl.where(o == 0, 0.0, o.to(tl.float32) * dout.to(tl.float32)), 1)
     if dlse_ptr is not None:
-        dlse = head_of(dlse_ptr, b, h, q_begin, dlse_batch_stride, dlse_head_stride, dlse_row_stride)
-        delta -= tl.load(dlse + rows.to(tl.int64) * dlse_row_stride, mask=is_row, other=0.0)
+        dlse = head_of(dlse_ptr, dlse_strides, b, h, q_begin)
+        delta -= tl.load(dlse + rows.to(tl.int64) * dlse_strides.row, mask=is_row, other=0.0)
     lse = tl.load(lse_ptr + bh * seqlen_q + q_begin + rows, mask=is_row, other=float("-inf"))
     is_empty = lse == float("-inf")
     delta = tl.where(is_empty, 0.0, delta)
@@ -117,12 +114,11 @@ def padded_rows(seqlen_q, lengths, num_samples):
     return num_slots.fn(lengths.cu_seqlens_q, num_samples, seqlen_q, PAD) * PAD
 
 
-def launch_preprocess(out, dout, lse, dlse, sinks, delta, lse_padded, dsinks, cu_seqlens_q):
+def launch_preprocess(out, dout, lse, dlse, sinks, delta, lse_padded, dsinks, lengths):
     """A Launch of _preprocess, to be called with these and softmax_scale. sinks and dsinks: None where the gradient is
-    not needed."""
+    not needed. lengths: those of the rows alone."""
     (nheads, seqlen_q, head_dim_v), seqlen_pad, kBlockM = out.shape[1:], delta.shape[1], 64
-    strides = *out.stride()[:3], *dout.stride()[:3], *(dlse.stride() if dlse is not None else (0, 0, 0))
-    batch_size = num_samples(out, Lengths(cu_seqlens_q))
-    constants = *strides, batch_size, nheads, seqlen_q, seqlen_pad, head_dim_v, kBlockM, block_d(out.dtype, head_dim_v)
-    function = _preprocess if cu_seqlens_q is None else _preprocess_packed
+    constants = (strides_of(out, dout, dlse), num_samples(out, lengths), nheads, seqlen_q, seqlen_pad, head_dim_v,
+                 kBlockM, block_d(out.dtype, head_dim_v))
+    function = _preprocess_packed if lengths.is_packed else _preprocess
     return Launch(function, seqlen_pad // kBlockM * delta.shape[0], constants)

@@ -8,8 +8,7 @@
 
 The formula is that of ../csrc/mods/score_mods.cuh. A bias is read by its strides, each tile when it is needed.
 
-Read next: attention_bwd_kernels.py, which changes its scores by it as well; attention_bwd_bias.py, the gradient of a
-bias.
+Read next: attention_bwd_kernels.py, which changes its scores by it as well.
 """
 
 from typing import Any, NamedTuple
@@ -25,6 +24,22 @@ from .launching import properties
 LOWEST = tl.constexpr(-1e30)
 
 
+class ScoreOptions(NamedTuple):
+    """The options of a call that change its scores, each None if the call does not use it."""
+    softcap: Any
+    slopes: Any  # of ALiBi
+    bias: Any  # a mask in bytes
+
+
+class ScoreStrides(NamedTuple):
+    """The strides of these, None for what the call does not use, and for rows or keys that all share a bias."""
+    alibi_batch: Any
+    batch: Any
+    head: Any
+    row: Any
+    key: Any
+
+
 class Numbers(NamedTuple):
     """Numbers by which the scores of one head of a sample change. An option that the call does not use is a number that
     nobody reads, since a function cannot return None among others in Triton 3.6."""
@@ -38,38 +53,36 @@ class Numbers(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """All that changes the scores of a tile. A parameter is None if the call does not use its option."""
+    """All that changes the scores of a tile."""
     numbers: Any
-    softcap: Any
-    alibi_ptr: Any
-    bias_ptr: Any
-    row_stride: Any  # None: all rows share one
-    key_stride: Any
+    options: Any
+    strides: Any
     kFastTanh: Any
 
 
 @triton.jit
-def score_numbers(scale, softcap, alibi_ptr, bias_ptr, alibi_batch_stride, bias_batch_stride, bias_head_stride, seq, h):
+def score_numbers(scale, options, strides, seq, h):
     """The Numbers of head h of a Sequence. scale: of q·k, and the unit of scores that nothing changes."""
     factor, unit, per_unit, slope, bias = scale, scale, 1.0, 0.0, 0
-    if softcap is not None:
-        unit = tl.cast(softcap, tl.float32)
+    if options.softcap is not None:
+        unit = tl.cast(options.softcap, tl.float32)
         factor, per_unit = scale / unit, 1 / unit
-    elif alibi_ptr is not None or bias_ptr is not None:
+    elif options.slopes is not None or options.bias is not None:
         unit = 1.0
-    if alibi_ptr is not None:
-        slope = tl.load(alibi_ptr + seq.b * alibi_batch_stride + h) * per_unit
-    if bias_ptr is not None:
-        bias = bias_ptr + tl.cast(seq.b, tl.int64) * bias_batch_stride + tl.cast(h, tl.int64) * bias_head_stride
+    if options.slopes is not None:
+        slope = tl.load(options.slopes + seq.b * strides.alibi_batch + h) * per_unit
+    if options.bias is not None:
+        bias = options.bias + tl.cast(seq.b, tl.int64) * strides.batch + tl.cast(h, tl.int64) * strides.head
     return Numbers(factor, unit, per_unit, slope, bias, seq.seqlen_q, seq.seqlen_k)
 
 
 @triton.jit
 def capped(scores, s):
     """Turns s = q·k into factor · q·k, or into its tanh with a softcap. s is kept where nothing changes scores."""
-    if scores.softcap is not None or scores.alibi_ptr is not None or scores.bias_ptr is not None:
+    options = scores.options
+    if options.softcap is not None or options.slopes is not None or options.bias is not None:
         s *= scores.numbers.factor
-    if scores.softcap is not None:
+    if options.softcap is not None:
         s = _tanh(s, scores.kFastTanh)
     return s
 
@@ -77,7 +90,7 @@ def capped(scores, s):
 @triton.jit
 def through_cap(scores, ds, s):
     """Turns ds, the derivative by the score, into the derivative by factor · q·k. s: the result of capped."""
-    if scores.softcap is not None:
+    if scores.options.softcap is not None:
         ds *= 1 - s * s
     return ds
 
@@ -89,19 +102,19 @@ def shifted(scores, s, rows, cols, kIsFull: tl.constexpr = False, kClamps: tl.co
     kIsFull: there is a key for each of cols. kClamps: a finite bias below LOWEST counts as LOWEST. Without kClamps a
     low bias is kept, unless there is a softcap.
     """
-    if scores.alibi_ptr is not None:
+    if scores.options.slopes is not None:
         distances = (rows + (scores.numbers.seqlen_k - scores.numbers.seqlen_q)).to(tl.float32) - cols.to(tl.float32)
         s -= scores.numbers.slope * tl.abs(distances)
-    if scores.bias_ptr is not None:
+    if scores.options.bias is not None:
         bias = _load_bias(scores, rows, cols, kIsFull)
         if bias.dtype == tl.uint8:  # a mask
             s = tl.where(bias != 0, s, float("-inf"))
-        elif not kClamps and scores.softcap is None:
+        elif not kClamps and scores.options.softcap is None:
             s += bias.to(tl.float32)
         else:
             bias = bias.to(tl.float32)
             in_units = bias
-            if scores.softcap is not None:
+            if scores.options.softcap is not None:
                 in_units *= scores.numbers.per_unit
             # -inf and NaN stay what they are.
             s += tl.where(bias > float("-inf"), tl.maximum(in_units, LOWEST), bias)
@@ -113,11 +126,11 @@ def _load_bias(scores, rows, cols, kIsFull: tl.constexpr):
     """Loads the bias of a tile. Along a dimension in which all share one bias, the size is 1. Rows beyond the end read
     the last row. Keys beyond the end get 0; with kIsFull there are none."""
     pointers = scores.numbers.bias
-    if scores.row_stride is not None:
-        pointers += tl.maximum(tl.minimum(rows, scores.numbers.seqlen_q - 1), 0).to(tl.int64) * scores.row_stride
-    if scores.key_stride is not None:
-        pointers += cols.to(tl.int64) * scores.key_stride
-    if scores.key_stride is None or kIsFull:
+    if scores.strides.row is not None:
+        pointers += tl.maximum(tl.minimum(rows, scores.numbers.seqlen_q - 1), 0).to(tl.int64) * scores.strides.row
+    if scores.strides.key is not None:
+        pointers += cols.to(tl.int64) * scores.strides.key
+    if scores.strides.key is None or kIsFull:
         bias = tl.load(pointers)
     else:
         bias = tl.load(pointers, mask=cols < scores.numbers.seqlen_k, other=0)
@@ -142,30 +155,31 @@ def _tanh(x, kFast: tl.constexpr):
     return y
 
 
-def score_tensors(options):
-    """(alibi_slopes, attn_bias) as kernels take them: a mask in bytes."""
+NO_SCORES = ScoreOptions(None, None, None)
+
+
+def score_options(options):
+    """The ScoreOptions of minimal_attn.options.Options."""
     bias = options.attn_bias
-    return options.alibi_slopes, bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias
+    if bias is None and options.alibi_slopes is None and not options.softcap:
+        return NO_SCORES
+    return ScoreOptions(options.softcap or None, options.alibi_slopes,
+                        bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias)
 
 
-def score_constants(q, alibi_slopes, bias, softcap):
-    """alibi_batch_stride, the four strides of the bias and kFastTanh of a kernel; None for what it goes without."""
-    alibi_batch_stride = None if alibi_slopes is None else alibi_slopes.stride(0) if alibi_slopes.ndim == 2 else 0
+def score_constants(q, scores):
+    """(ScoreStrides, kFastTanh) of a kernel for ScoreOptions."""
+    slopes, bias = scores.slopes, scores.bias
+    alibi_batch = None if slopes is None else slopes.stride(0) if slopes.ndim == 2 else 0
     strides = [None] * 4
     if bias is not None:
         shared = 0, 0, None, None
         strides = [x if n == 1 else stride for n, stride, x in zip(bias.shape, bias.stride(), shared)]
     # To 16 bits an approximation is enough.
-    is_fast = softcap is not None and q.itemsize < 4 and properties(q.device).capability >= 75
-    return alibi_batch_stride, *strides, is_fast
+    is_fast = scores.softcap is not None and q.itemsize < 4 and properties(q.device).capability >= 75
+    return ScoreStrides(alibi_batch, *strides), is_fast
 
 
 def bias_bytes(bias):
     """Bytes of a bias for each score of a tile, 0 where a row or a column is enough."""
     return 0 if bias is None or 1 in bias.shape[2:] else bias.itemsize
-
-
-def kind_of_scores(alibi_slopes, bias, softcap):
-    """The part of a tuning key that says how a call changes its scores."""
-    of_bias = None if bias is None else (str(bias.dtype), bias.shape[2] > 1, bias.shape[3] > 1)
-    return alibi_slopes is not None, of_bias, softcap is not None

@@ -16,6 +16,13 @@ import triton
 import triton.language as tl
 
 
+class Strides(NamedTuple):
+    """How many elements lie between neighbours along the first three dimensions of a tensor."""
+    batch: Any
+    head: Any
+    row: Any
+
+
 class Sequence(NamedTuple):
     """Rows [0, seqlen_q) and keys [0, seqlen_k) of sample b are valid. The rest is padding, up to padded_q and
     padded_k. Kernels write zeros there."""
@@ -29,33 +36,33 @@ class Sequence(NamedTuple):
 
 
 @triton.jit
-def sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, b, batch_size, seqlen_q, seqlen_k):
-    """The Sequence of sample b. seqlen_q, seqlen_k: rows of the tensors."""
+def sequence(lengths, b, batch_size, seqlen_q, seqlen_k):
+    """The Sequence of sample b. lengths: minimal_attn.options.Lengths. seqlen_q, seqlen_k: rows of the tensors."""
     q_begin, padded_q = 0, seqlen_q  # numbers that the compiler knows save registers
     k_begin, padded_k = 0, seqlen_k
-    if cu_seqlens_q_ptr is not None:
-        q_begin, padded_q, seqlen_q = _packed(cu_seqlens_q_ptr, b, batch_size, seqlen_q)
-        k_begin, padded_k, packed_k = _packed(cu_seqlens_k_ptr, b, batch_size, seqlen_k)
-        if seqused_k_ptr is None:
+    if lengths.cu_seqlens_q is not None:
+        q_begin, padded_q, seqlen_q = _packed(lengths.cu_seqlens_q, b, batch_size, seqlen_q)
+        k_begin, padded_k, packed_k = _packed(lengths.cu_seqlens_k, b, batch_size, seqlen_k)
+        if lengths.seqused_k is None:
             seqlen_k = packed_k
         else:  # the keys of several samples may be the same ones
             seqlen_k -= k_begin
-    return Sequence(b, q_begin, k_begin, used(seqused_q_ptr, b, seqlen_q), used(seqused_k_ptr, b, seqlen_k), padded_q,
-                    padded_k)
+    seqlen_q, seqlen_k = used(lengths.seqused_q, b, seqlen_q), used(lengths.seqused_k, b, seqlen_k)
+    return Sequence(b, q_begin, k_begin, seqlen_q, seqlen_k, padded_q, padded_k)
 
 
 @triton.jit
-def cached_sequence(cu_seqlens_q_ptr, seqused_q_ptr, seqused_k_ptr, leftpad_k_ptr, b, batch_size, seqlen_q, capacity):
+def cached_sequence(lengths, leftpad_k_ptr, b, batch_size, seqlen_q, capacity):
     """The Sequence of sample b, whose keys are in a cache with room for `capacity` of them: k_begin is the first one of
     its cached sequence, or of its pages."""
     q_begin, padded_q = 0, seqlen_q
-    if cu_seqlens_q_ptr is not None:
-        q_begin, padded_q, seqlen_q = _packed(cu_seqlens_q_ptr, b, batch_size, seqlen_q)
-    k_begin, seqlen_k = 0, used(seqused_k_ptr, b, capacity)
+    if lengths.cu_seqlens_q is not None:
+        q_begin, padded_q, seqlen_q = _packed(lengths.cu_seqlens_q, b, batch_size, seqlen_q)
+    k_begin, seqlen_k = 0, used(lengths.seqused_k, b, capacity)
     if leftpad_k_ptr is not None:
         k_begin = tl.maximum(tl.load(leftpad_k_ptr + b), 0)
         seqlen_k = tl.maximum(seqlen_k - k_begin, 0)
-    return Sequence(b, q_begin, k_begin, used(seqused_q_ptr, b, seqlen_q), seqlen_k, padded_q, capacity)
+    return Sequence(b, q_begin, k_begin, used(lengths.seqused_q, b, seqlen_q), seqlen_k, padded_q, capacity)
 
 
 @triton.jit
@@ -156,7 +163,12 @@ def sample_row(cu_seqlens_ptr, index, batch_size, seqlen):
 
 
 @triton.jit
-def head_of(x, b, h, begin, batch_stride, head_stride, row_stride):
-    """A pointer to row `begin` of head h of element b of the first dimension of x."""
-    return (x + tl.cast(b, tl.int64) * batch_stride + tl.cast(h, tl.int64) * head_stride
-            + tl.cast(begin, tl.int64) * row_stride)
+def head_of(x, strides, b, h, begin):
+    """A pointer to row `begin` of head h of element b of the first dimension of x. strides: the Strides of x."""
+    return (x + tl.cast(b, tl.int64) * strides.batch + tl.cast(h, tl.int64) * strides.head
+            + tl.cast(begin, tl.int64) * strides.row)
+
+
+def strides_of(*tensors):
+    """The Strides of each tensor, or of None, as a kernel takes them."""
+    return tuple(Strides(*(None,) * 3 if x is None else x.stride()[:3]) for x in tensors)

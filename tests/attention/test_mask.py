@@ -9,6 +9,7 @@ tl = pytest.importorskip("triton.language")
 
 from conftest import HAS_GPU  # noqa: E402
 
+from minimal_attn.options import Lengths  # noqa: E402
 from triton_ref.launching import mask_of  # noqa: E402
 from triton_ref.mask import (block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks,  # noqa: E402
                              rows_of, seen_by, sees, steps)
@@ -33,7 +34,7 @@ def _masks(seqused_q_ptr, seqused_k_ptr, windows_ptr, sees_ptr, seen_by_ptr, has
            kBlockN: tl.constexpr, kSize: tl.constexpr):
     """All of one sample: matrices [kSize, kSize], and the blocks that each tile visits, [tiles, blocks]."""
     b = tl.program_id(0)
-    seq = sequence(None, None, seqused_q_ptr, seqused_k_ptr, b, 0, kSize - 5, kSize - 5)
+    seq = sequence(Lengths(None, None, seqused_q_ptr, seqused_k_ptr), b, 0, kSize - 5, kSize - 5)
     mask = make_mask(seq, tl.load(windows_ptr + 2 * b), tl.load(windows_ptr + 2 * b + 1), kIsCausal, kIsLocal)
     rows, cols = tl.arange(0, kSize), tl.arange(0, kSize)
     matrix = b * kSize * kSize + tl.arange(0, kSize)[:, None] * kSize + tl.arange(0, kSize)[None, :]
@@ -143,7 +144,8 @@ def test_lengths_out_of_range(window):
 def _sequences(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, batch_size, total_q, total_k, out_ptr):
     """The six numbers of each sample."""
     b = tl.program_id(0)
-    seq = sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, b, batch_size, total_q, total_k)
+    lengths = Lengths(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr)
+    seq = sequence(lengths, b, batch_size, total_q, total_k)
     tl.store(out_ptr + 6 * b, seq.q_begin)
     tl.store(out_ptr + 6 * b + 1, seq.k_begin)
     tl.store(out_ptr + 6 * b + 2, seq.seqlen_q)

@@ -506,9 +506,10 @@ def on_hopper(monkeypatch):
 
 def test_gluon_declines(on_hopper):
     q, v = (torch.zeros(1, 1, 64, n, dtype=torch.half, device=DEVICE) for n in (64, 128))
-    assert twin.hopper_serves(q, q, True)
-    assert not twin.hopper_serves(q, q, True, sinks=torch.zeros(1, device=DEVICE))
-    assert not twin.hopper_serves(q, twin.empty_outputs(q, v)[0], True)
+    options = Options(0.1)
+    assert twin.hopper_serves(q, q, True, options)
+    assert not twin.hopper_serves(q, q, True, options._replace(sinks=torch.zeros(1, device=DEVICE)))
+    assert not twin.hopper_serves(q, twin.empty_outputs(q, v)[0], True, options)
 
 
 def test_missing_gluon_is_named_once(monkeypatch, on_hopper):

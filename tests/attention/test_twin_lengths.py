@@ -166,16 +166,18 @@ def test_packed_tiles_do_not_depend_on_the_batch():
     kinds = set()
     for n, samples in ((10, 1), (1000, 3), (70000, 200)):
         q, lengths = torch.empty(1, 2, n, 16), Lengths(*[ints(*[0] * samples, n)] * 2)
-        kinds.add(kind_of(q, q, lengths, CAUSAL))
+        kinds.add(kind_of(q, q, Options(0.1, CAUSAL, lengths)))
         assert attention_bwd._num_splits(16, n, n, lengths.is_packed) == 1
     assert len(kinds) == 1
-    assert kind_of(q, q, Lengths(), CAUSAL) not in kinds and kind_of(q, q, lengths, (8, 0)) not in kinds
+    assert kind_of(q, q, Options(0.1, CAUSAL)) not in kinds
+    assert kind_of(q, q, Options(0.1, (8, 0), lengths)) not in kinds
 
 
 @pytest.mark.parametrize("lengths", [Lengths(), Lengths(*[ints(0, 70)] * 2)], ids=["padded", "packed"])
 def test_windows_are_tuned_by_how_many_keys_they_show(lengths):
     q = torch.empty(1, 2, 70, 16)
-    kinds = [kind_of(q, q, lengths, window) for window in ((8, 0), (30, 33), (100, 0), (1000, 20), (1023, 0), (-1, 5))]
+    kinds = [kind_of(q, q, Options(0.1, window, lengths))
+             for window in ((8, 0), (30, 33), (100, 0), (1000, 20), (1023, 0), (-1, 5))]
     assert kinds[0] == kinds[1] and kinds[3] == kinds[4] and len(set(kinds)) == 4
 
 

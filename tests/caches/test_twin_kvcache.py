@@ -50,7 +50,7 @@ def test_keys_are_split_by_their_number(num_splits, splits, monkeypatch):
     class Launch(decode.Launch):
         def __call__(self, *arguments):
             super().__call__(*arguments)
-            stored.append(arguments[7] if self.function is decode._decode else None)
+            stored.append(arguments[5][2] if self.function is decode._decode else None)
 
     monkeypatch.setattr(decode, "Launch", Launch)
     monkeypatch.setattr(decode, "_plans", {})
