@@ -32,8 +32,7 @@ demo: packages
 # Slow tests carry the marker `slow`. `make test` fails a test that has no time limit of its own after 60 s, and the whole
 # run after 1800 s, which leaves room for a slower machine.
 test: SELECT = -m "not slow" --timeout 60 --session-timeout 1800
-test: export MINIMAL_ATTN_GATE = 1
-campaign: SELECT = -m campaign -o python_files="test_*.py campaign.py"
+campaign: SELECT = -m campaign
 
 TESTS = tests
 SELECT =

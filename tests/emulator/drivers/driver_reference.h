@@ -1,19 +1,15 @@
 // The tensors of a case of driver.cpp, and attention and its gradients in double precision, written as plain loops.
-// Include it after driver_memory.h and driver_cases.h.
+// Include it after driver_common.h and driver_cases.h.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
 #include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
-
-bool overrun = false, valid_only = false;  // the options of the same names
 
 // [batch_size, heads, rows, head_dim], on host and device; NaN (all bits set, in any dtype) where nothing was written.
 template <typename T> struct Buffer {
@@ -203,7 +199,7 @@ template <typename T> struct Tensors {
         p.seqused_k = uploaded(seqused_k, c.seqused_k.empty() ? c.seq_lens : c.seqused_k);
         p.lse = lse.device, p.lse_batch_stride = c.is_packed() ? 0 : int64_t(c.nheads) * c.seqlen_q;
         p.batch_size = c.samples(), p.nheads = c.nheads, p.nheads_k = c.nheads_k, p.seqlen_q = c.seqlen_q;
-        p.seqlen_k = c.seqlen_k + overrun, p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v;
+        p.seqlen_k = c.seqlen_k, p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v;
         p.dtype = c.dtype, p.sinks = c.has_sinks ? sinks.device : nullptr;
         p.set_window(c.window_left, window_right());
         if (p.has_left_bound() || p.has_right_bound() || p.cu_seqlens_q || p.seqused_q || p.seqused_k)
