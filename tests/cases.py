@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -113,6 +114,7 @@ CASES = [
     Case("dropout", B=2, Sq=70, Sk=90, dropout_p=0.1),
     Case("dropout_causal_gqa", B=2, H=4, Hk=2, Sq=90, Sk=75, D=128, causal=True, dropout_p=0.5),
     Case("dropout_seq_lens", B=3, Sq=75, Sk=75, D=40, seq_lens=(1, 64, 75), dropout_p=0.3, layout="slice"),
+    Case("dropout_all", Sq=20, Sk=20, causal=True, dropout_p=1.0),
     Case("S1000", H=1, Hk=1, Sq=1000, Sk=1000, causal=True),
     Case("S4096_keys", H=1, Hk=1, Sq=33, Sk=4096, causal=True),
     Case("S4096_queries", H=1, Hk=1, Sq=4096, Sk=33),
@@ -162,7 +164,7 @@ BACKWARD_TILE_CASES = [
 # Cases that `make test` runs: one of each kind, which takes little time.
 GATE = {"S1", "S129_causal", "D255", "one_key", "more_queries_causal", "gqa", "mqa", "seq_lens", "seq_lens_gqa",
         "slice", "odd_D17", "aligned_rows_odd_D", "k_bshd_v_bhsd", "expanded", "sm_scale_negative", "tiny",
-        "dropout_seq_lens"}
+        "dropout_seq_lens", "dropout_all"}
 
 
 # Marks of what .ci/run leaves to `make campaign`.
@@ -172,6 +174,27 @@ CAMPAIGN = pytest.mark.slow, pytest.mark.campaign
 def slow_unless(is_in_gate, is_in_ci=True):
     """Marks of a parameter, of which `make test` or else .ci/run has some."""
     return () if is_in_gate else pytest.mark.slow if is_in_ci else CAMPAIGN
+
+
+def each_seed(test):
+    """Draws for `make campaign`, where the other tests of their file have a few."""
+    for mark in (*CAMPAIGN, pytest.mark.timeout(1800), pytest.mark.parametrize("seed", range(100, 116))):
+        test = mark(test)
+    return test
+
+
+def check_drawn(check, seed, max_examples, /, **strategies):
+    """Calls check with values of these strategies, the same ones for the same seed."""
+    settings = hypothesis.settings(max_examples=max_examples, database=None, deadline=None,
+                                   suppress_health_check=list(hypothesis.HealthCheck))
+    hypothesis.seed(seed)(settings(hypothesis.given(**strategies)(check)))()
+
+
+def head_dims_of(impl):
+    """All that an implementation serves."""
+    if impl in OF_16_BITS:
+        return range(8, 257, 8)
+    return range(4, 129, 4) if impl in ON_TENSOR_CORES else range(1, 257)
 
 
 def dtypes_of(impl):
@@ -184,11 +207,14 @@ def is_fast(impl, dtype):
     return HAS_GPU or (impl, dtype) != ("triton", torch.float16)
 
 
+def dtypes_served(impl):
+    return [dtype for dtype in dtypes_of(impl) if serves(impl, Case("any"), dtype)]
+
+
 def dtype_params(impls):
     """Parameters (impl, dtype) for all that an implementation serves."""
     return [pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""),
-                         marks=slow_unless(is_fast(impl, dtype)))
-            for impl in impls for dtype in dtypes_of(impl) if serves(impl, Case("any"), dtype)]
+                         marks=slow_unless(is_fast(impl, dtype))) for impl in impls for dtype in dtypes_served(impl)]
 
 
 def compiler_for(impl):

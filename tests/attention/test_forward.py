@@ -4,18 +4,18 @@ bits are promised."""
 import dataclasses
 import math
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cases import (CASES, FP32_TOLERANCE, GATE, TILE_CASES, Case, base, check_error, check_lse, drawn_cases,
-                   dtype_params, dtypes_of, exact, make_inputs, options, serves, slow_unless)
+from cases import (CASES, FP32_TOLERANCE, GATE, TILE_CASES, Case, base, check_drawn, check_error, check_lse,
+                   drawn_cases, dtype_params, dtypes_of, dtypes_served, each_seed, exact, head_dims_of, make_inputs,
+                   options, serves, slow_unless)
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import flash_attention
 from minimal_attn.options import Options
+from test_backward import by, gradients
 
 CASES_HERE = [case for case in CASES + TILE_CASES if HAS_GPU or not case.gpu_only]
 each_kernel_and_dtype = pytest.mark.parametrize("impl, dtype", dtype_params(x for x in IMPLEMENTATIONS if x != "torch"))
@@ -101,18 +101,6 @@ def same_rows(rows, first, second):
     return all(x[:, :, rows].equal(y[:, :, rows]) for x, y in zip(first, second))
 
 
-@each_kernel_and_dtype
-@pytest.mark.parametrize("cut", [40, 64, 129])
-def test_causal_rows_do_not_depend_on_later_keys(impl, dtype, cut):
-    case = Case("causal", Sq=150, Sk=150, causal=True)
-    q, k, v = make_inputs(case, dtype, IMPLEMENTATIONS[impl][1])
-    before = run(impl, case, q, k, v)
-    k[:, :, cut:] *= -3
-    v[:, :, cut:] += 7
-    after = run(impl, case, q, k, v)
-    assert same_rows(slice(cut), before, after) and not same_rows(slice(cut, None), before, after)
-
-
 def inputs_with_a_free_dimension(case, dtype, device):
     """q, k and v with small scores, and a first dimension of 0 by which a test adds to them what it wants."""
     q, k, v = make_inputs(case, dtype, device)
@@ -122,14 +110,15 @@ def inputs_with_a_free_dimension(case, dtype, device):
 
 # A lazy maximum lets scores grow by some powers of two; beyond, it is moved, or the row is computed again. Kernels on
 # tensor cores take the last keys first, so that it is the first keys that have the large scores. 2^300 is beyond fp32.
-each_growth = pytest.mark.parametrize("octaves", [12, 90, 300] if HAS_GPU else [90])
+GROWTH = [12, 90, 300] if HAS_GPU else [90]
 
 
 @each_kernel_and_dtype
-@each_growth
-def test_causal_rows_do_not_depend_on_overflow_of_later_rows(impl, dtype, octaves):
-    """The rows from the cut on overflow unless their last keys have large scores as well, which is what changes."""
-    case, cut = Case("causal", Sq=512, Sk=512, causal=True), 409
+@pytest.mark.parametrize("size, cut, octaves", [(150, 40, 0), (150, 64, 0), (150, 129, 0), *(
+    (512, 409, octaves) for octaves in GROWTH)])
+def test_causal_rows_do_not_depend_on_later_keys(impl, dtype, size, cut, octaves):
+    """With octaves, rows from the cut on overflow unless their last keys have large scores as well: these change."""
+    case = Case("causal", Sq=size, Sk=size, causal=True)
     q, k, v = inputs_with_a_free_dimension(case, dtype, IMPLEMENTATIONS[impl][1])
     q[:, :, :cut, 0], q[:, :, cut:, 0] = 9, octaves * math.log(2)
     k[:, :, :8, 0] = k[:, :, cut:, 0] = case.D**0.5
@@ -141,7 +130,7 @@ def test_causal_rows_do_not_depend_on_overflow_of_later_rows(impl, dtype, octave
 
 
 @each_kernel_and_dtype
-@each_growth
+@pytest.mark.parametrize("octaves", GROWTH)
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_do_not_depend_on_other_queries(impl, dtype, octaves, causal):
     """Every third row gets scores that overflow a lazy maximum; the bits of its neighbours stay."""
@@ -238,6 +227,10 @@ def test_overlapping_inputs(impl, dtype, strides):
         ref, ref_lse = exact(case, *inputs)
         check_error(out, ref, base(case, *copies), factor=4)  # few numbers
         check_lse(lse, ref_lse)
+        attend = by(impl, case, deterministic=True)
+        of_inputs, of_copies = (gradients(attend, *(x.detach().requires_grad_() for x in tensors), torch.ones_like(out))
+                                for tensors in (inputs, copies))
+        assert all(map(torch.equal, of_inputs, of_copies))
         op = torch.ops.minimal_attn.triton_forward if impl == "triton" else torch.ops.minimal_attn.flash_forward
         with FakeTensorMode() as mode:
             fake, _ = op(*(mode.from_tensor(x) for x in inputs), *Options(0.25).of_op())
@@ -266,20 +259,23 @@ LONGEST = 420 if HAS_GPU else 140
 
 
 def check_drawn_cases(impl, seed, max_examples, head_dims, dtypes):
-    """Cases with a head_dim and a dtype of these, the same ones for the same seed."""
-    @hypothesis.seed(seed)
-    @settings(max_examples=max_examples, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(case=drawn_cases(impl, st.sampled_from(head_dims), LONGEST), seed=st.integers(0, 99),
-           dtype=st.sampled_from(dtypes))
+    """Cases with a head_dim and a dtype of these."""
     def check(case, dtype, seed):
         assert serves(impl, case, dtype)
         check_case(impl, case, dtype, seed, factor=4)  # twice the rule: the drawn shapes are still small
 
-    check()
+    check_drawn(check, seed, max_examples, case=drawn_cases(impl, st.sampled_from(head_dims), LONGEST),
+                seed=st.integers(0, 99), dtype=st.sampled_from(dtypes))
 
 
-# campaign.py draws the head_dims and dtypes as well; each pair is another kernel for Triton to compile.
+# Each head_dim and dtype is another kernel for Triton to compile.
 @each_kernel_in_one_dtype
 @pytest.mark.parametrize("D", [40, pytest.param(128, marks=pytest.mark.slow)])
 def test_drawn_shapes(impl, dtype, D, poisoned_outputs):
     check_drawn_cases(impl, seed=D, max_examples=8, head_dims=[D], dtypes=[dtype])
+
+
+@each_seed
+@pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "torch"])
+def test_drawn_shapes_and_head_dims(impl, seed, poisoned_outputs):
+    check_drawn_cases(impl, seed, 50, head_dims_of(impl), dtypes_served(impl))

@@ -52,25 +52,6 @@ def test_seq_lens_under_capture_are_clamped(backend, dtype):
     assert out[1:].equal(flash_attention(q, k, v, True, backend=backend)[1:])
 
 
-@each_kernel
-@pytest.mark.parametrize("causal", [False, True])
-def test_several_streams_at_once(backend, dtype, causal):
-    """Each launch has counters and workspaces of its own."""
-    cases = [dataclasses.replace(CASE, Sq=900 + n, Sk=1000, causal=causal) for n in range(4)]
-    inputs = [make_inputs(case, dtype, "cuda", seed) for seed, case in enumerate(cases)]
-    want = [flash_attention(*x, causal, backend=backend) for x in inputs]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in inputs]
-    got = [[] for _ in inputs]
-    for _ in range(20):
-        for x, stream, outs in zip(inputs, streams, got):
-            with torch.cuda.stream(stream):
-                outs.append(flash_attention(*x, causal, backend=backend))
-    torch.cuda.synchronize()
-    for out, outs in zip(want, got):
-        assert all(x.equal(out) for x in outs)
-
-
 @pytest.mark.parametrize("impl, dtype", [
     *(pytest.param(impl, dtype_of(impl), id=impl) for impl in (*WITH_BACKWARD, *FORWARD_ONLY)),
     pytest.param("cuda:sm90", torch.float16, id="cuda:sm90-float16")])
@@ -149,28 +130,6 @@ def test_dq_while_other_blocks_compute(D, S, causal, H, Hk, impl):
         factor = (1, -0.5)[i % 2]
         for x, y in zip(found(factor), want):
             assert ((x - factor * y).norm(dim=-1) < 0.1 * abs(factor) * y.norm(dim=-1)).all()
-
-
-@each_kernel
-@pytest.mark.parametrize("has_lens, D", [(False, 128), (True, 64)])
-def test_graph_of_forward_and_backward(backend, dtype, has_lens, D, monkeypatch):
-    if backend == "triton":
-        monkeypatch.setattr("triton_ref.attention_bwd.MIN_WORK_FOR_A_STREAM", 0)
-    case = dataclasses.replace(CASE, D=D)
-    q, k, v, dout = make_all(case, dtype, "cuda")
-    seq_lens = torch.tensor([200, 7, 64], device="cuda") if has_lens else None
-    step = lambda: gradients(flash_attention, q, k, v, dout, causal=True, seq_lens=seq_lens,  # noqa: E731
-                             deterministic=True, backend=backend)
-    graph, results = captured(step)
-    for seed in (1, 2):
-        for x, new in zip((q, k, v), make_inputs(case, dtype, "cuda", seed)):
-            x.detach().copy_(new)
-        dout.mul_(-0.5)
-        if has_lens:
-            seq_lens.copy_(torch.tensor([100, 200, seed]))
-        for _ in range(2):  # twice, for what a replay leaves behind in its workspace
-            graph.replay()
-            assert all(map(torch.equal, results, step()))
 
 
 @each_kernel

@@ -1,5 +1,4 @@
-"""The mask and the sequences of the Triton kernels, function by function, against boolean matrices for all small
-lengths and windows, and against lists of samples."""
+"""The mask of the Triton kernels, function by function, against boolean matrices for all small lengths and windows."""
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from conftest import HAS_GPU  # noqa: E402
 from triton_ref.launching import mask_of  # noqa: E402
 from triton_ref.mask import (block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks,  # noqa: E402
                              rows_of, seen_by, sees, steps)
-from triton_ref.sequence import block_of_slot, num_slots, sequence  # noqa: E402
+from triton_ref.sequence import sequence  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 SIZE = 16  # rows and keys of a matrix
@@ -137,76 +136,3 @@ def test_lengths_out_of_range(window):
     """Lengths below 0 and above those of the tensors, which only the GPU may see, are brought into them."""
     lengths = [-(2**31), -3, 0, 5, 11, 12, 2**31 - 1]
     check(of_lengths(lengths, window), 4, 4)
-
-
-@triton.jit
-def _sequences(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, batch_size, total_q, total_k, out_ptr):
-    """The six numbers of each sample."""
-    b = tl.program_id(0)
-    seq = sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, b, batch_size, total_q, total_k)
-    tl.store(out_ptr + 6 * b, seq.q_begin)
-    tl.store(out_ptr + 6 * b + 1, seq.k_begin)
-    tl.store(out_ptr + 6 * b + 2, seq.seqlen_q)
-    tl.store(out_ptr + 6 * b + 3, seq.seqlen_k)
-    tl.store(out_ptr + 6 * b + 4, seq.padded_q)
-    tl.store(out_ptr + 6 * b + 5, seq.padded_k)
-
-
-@triton.jit
-def _slots(cu_seqlens_ptr, batch_size, total, out_ptr, kBlock: tl.constexpr):
-    """(b, block) of each slot."""
-    slot = tl.program_id(0)
-    b, block = block_of_slot(cu_seqlens_ptr, slot, batch_size, total, kBlock)
-    tl.store(out_ptr + 2 * slot, b)
-    tl.store(out_ptr + 2 * slot + 1, block)
-
-
-def int32(values):
-    return None if values is None else torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def sequences(cu_seqlens_q, cu_seqlens_k, total_q, total_k, seqused_q=None, seqused_k=None):
-    batch_size = len(cu_seqlens_q) - 1
-    out = torch.zeros(batch_size, 6, dtype=torch.int32, device=DEVICE)
-    _sequences[(batch_size,)](*map(int32, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)), batch_size, total_q,
-                              total_k, out)
-    return out.tolist()
-
-
-def test_sequences_of_a_packed_batch():
-    # q_begin, k_begin, seqlen_q, seqlen_k, padded_q, padded_k; the last sample owns what cu_seqlens leaves over
-    assert sequences([0, 3, 3, 9], [0, 5, 6, 7], 12, 8) == [[0, 0, 3, 5, 3, 5], [3, 5, 0, 1, 0, 1], [3, 6, 6, 1, 9, 2]]
-    used = sequences([0, 3, 3, 9], [0, 0, 6, 2], 12, 8, [2, 4, -1], [8, 9, 1])
-    assert [x[:5] for x in used] == [[0, 0, 2, 8, 3], [3, 0, 0, 8, 0], [3, 6, 0, 1, 9]]
-
-
-GARBAGE = [[7, -2, 50, 4, 3], [-(2**31), 2**31 - 1, -(2**31), 2**31 - 1, -5], [9, 8, 7, 6, 5], [0, 0, 0, 0, 0]]
-
-
-@pytest.mark.parametrize("cu_seqlens", GARBAGE, ids=str)
-def test_garbage_gives_rows_within_the_tensors(cu_seqlens):
-    for q_begin, k_begin, seqlen_q, seqlen_k, padded_q, padded_k in [
-            *sequences(cu_seqlens, cu_seqlens, 11, 13),
-            *sequences(cu_seqlens, cu_seqlens, 11, 13, cu_seqlens[1:], cu_seqlens[:4])]:
-        assert 0 <= q_begin <= q_begin + seqlen_q <= q_begin + padded_q <= 11
-        assert 0 <= k_begin <= k_begin + seqlen_k <= 13 and 0 <= padded_k <= 13 - k_begin
-    for b, block in slots(cu_seqlens, 11, 4):
-        assert 0 <= b < 4 and block >= 0
-
-
-def slots(cu_seqlens, total, kBlock):
-    batch_size = len(cu_seqlens) - 1
-    count = num_slots.fn(cu_seqlens, batch_size, total, kBlock)
-    out = torch.zeros(count, 2, dtype=torch.int32, device=DEVICE)
-    _slots[(count,)](int32(cu_seqlens), batch_size, total, out, kBlock)
-    return out.tolist()
-
-
-@pytest.mark.parametrize("lengths", [[1], [0], [16], [5, 0, 0, 4, 1], [0, 0, 7], [4, 4, 4, 4], [3] * 9, [17, 1, 0, 30]],
-                         ids=str)
-@pytest.mark.parametrize("left_over", [0, 6])
-def test_slots_cover_every_row_once(lengths, left_over):
-    cu_seqlens = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    owned = [*lengths[:-1], lengths[-1] + left_over]
-    found = [(b, block) for b, block in slots(cu_seqlens, sum(owned), 4) if block * 4 < owned[b]]
-    assert found == [(b, block) for b, n in enumerate(owned) for block in range(-(-n // 4))]

@@ -2,6 +2,7 @@
 combined with; conventions. test_scores_facade.py has the functions that take scores, and their errors.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Optional
@@ -11,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from cases import check_error, dtype_params, dtypes_of, is_fast, slow_unless
+from cases import check_error, dtype_params, dtypes_of, each_seed, is_fast, slow_unless
 from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import flash_attention
 from minimal_attn.backends import torch as sdpa
@@ -82,60 +83,6 @@ def compare(got, want, leaves):
             close(x, y.double(), 3 * tolerance)
 
 
-SCORES = {
-    "softcap": dict(softcap=0.7),
-    "alibi": dict(alibi_slopes=slopes(H)),
-    "alibi_of_samples": dict(alibi_slopes=slopes(B, H)),
-    **{f"bias_{'_'.join(map(str, shape))}": dict(attn_bias=randn(*shape, seed=4)) for shape in
-       [(9,), (7, 1), (1, 9), (7, 9), (H, 1, 9), (1, 7, 9), (B, 1, 1, 9), (1, H, 7, 9), (B, H, 7, 9), (1, 1, 1, 1)]},
-    "mask_of_keys": dict(attn_bias=mask(B, 1, 1, 9)),
-    "mask_of_rows": dict(attn_bias=mask(7, 1)),
-    "mask": dict(attn_bias=mask(B, H, 7, 9)),
-    "softcap_alibi": dict(softcap=2, alibi_slopes=slopes(H)),
-    "softcap_mask": dict(softcap=2.5, attn_bias=mask(7, 9)),
-    "alibi_bias": dict(alibi_slopes=slopes(B, H), attn_bias=randn(H, 7, 9, seed=4)),
-    "alibi_mask": dict(alibi_slopes=slopes(H), attn_bias=mask(B, 1, 7, 9)),
-    "softcap_alibi_bias": dict(softcap=1.5, alibi_slopes=slopes(H), attn_bias=randn(B, 1, 7, 9, seed=4)),
-}
-
-
-def scores_of(name, Sq=7, Sk=9):
-    """The options of this name, cut to these lengths, and the bias if it has a gradient."""
-    scores = {**SCORES[name]}
-    bias = scores.get("attn_bias")
-    if bias is None:
-        return scores, []
-    rows = slice(Sq) if bias.ndim > 1 and bias.shape[-2] > 1 else slice(None)
-    keys = slice(Sk) if bias.shape[-1] > 1 else slice(None)
-    bias = bias[(..., rows, keys) if bias.ndim > 1 else keys].clone()
-    scores["attn_bias"] = bias.requires_grad_(bias.dtype != torch.bool)
-    return scores, [bias] * bias.requires_grad
-
-
-TINY = dict(H=H, Hk=HK, D=D, head_dim_v=HEAD_DIM_V, is_packed=False)
-KINDS = {x.name: x for x in [
-    Batch("plain", (7,) * B, (9,) * B, **TINY), Batch("causal", (7,) * B, (9,) * B, causal=True, **TINY),
-    Batch("causal_few_keys", (7,) * B, (4,) * B, causal=True, **TINY),
-    Batch("causal_one_row", (1,) * B, (9,) * B, causal=True, **TINY),
-    # The distances of ALiBi are those of a sample's own lengths.
-    Batch("lengths", (7,) * B, (9,) * B, (7, 4), (5, 8), window=(3, 1), has_sinks=True, **TINY),
-    Batch("dropout", (7,) * B, (9,) * B, dropout_p=0.3, **TINY)]}
-
-
-# Each of the scores with two of the kinds.
-@each_backend
-@pytest.mark.parametrize("name, kind", [(name, kind) for i, name in enumerate(SCORES) for j, kind in enumerate(KINDS)
-                                        if (i + j) % 3 == 0])
-def test_scores_against_a_loop(name, kind, backend):
-    batch = KINDS[kind]
-    Sq, Sk = batch.rows[0], batch.keys[0]
-    scores, leaves = scores_of(name, Sq, Sk)
-    given = [x.requires_grad_() for x in (*inputs(Sq, Sk), *make_sinks(batch, torch.float64, DEVICE))]
-    got = flash_attention(*given[:3], sinks=given[3] if batch.has_sinks else None, return_lse=True, backend=backend,
-                          **batch.options(DEVICE), **scores)
-    compare(got, by_loop(batch, *given, **scores), [*given, *leaves])
-
-
 @each_backend
 def test_scores_of_3d_inputs(backend):
     """A batch of B·H samples, each of one head."""
@@ -202,6 +149,7 @@ class Scored(Batch):
 
 LIKE = {"plain": lambda x, sizes: x, "transposed": lambda x, sizes: x.mT.contiguous().mT,
         "expanded": lambda x, sizes: x.expand(sizes),
+        "few dims": lambda x, sizes: x.view([n for i, n in enumerate(x.shape) if i == 3 or max(x.shape[:i + 1]) > 1]),
         "gaps": lambda x, sizes: x.repeat_interleave(2, 3).repeat_interleave(3, 2)[:, :, ::3, ::2]}
 
 
@@ -242,6 +190,25 @@ def check_scored(impl, batch, dtype, seed=0):
         close(got, torch.zeros_like(got, dtype=torch.float64) if ref is None else ref, 3 * TOLERANCE[dtype])
 
 
+def step_of(batch, dtype, device, backend, seed=0):
+    """A deterministic call, which returns its outputs without autograd and with it, and its gradients."""
+    *qkv, _, _ = make(batch, dtype, device, seed)
+    given = dict(zip("qkv", qkv)) | batch.tensors(dtype, device, seed)
+    given |= dict(zip(["sinks"], make_sinks(batch, dtype, device, seed)))
+    attend = functools.partial(flash_attention, **batch.options(device), softcap=batch.softcap, deterministic=True,
+                               return_lse=True, backend=backend)
+
+    def step():
+        inferred = attend(**given)
+        leaves = {name: x.detach().requires_grad_() for name, x in given.items()
+                  if name != "alibi_slopes" and x.is_floating_point()}
+        out, lse = attend(**given | leaves)
+        loss = out.double().square().sum() + torch.where(lse.isfinite(), lse, 0).double().sum()
+        return [*inferred, out.detach(), lse.detach(), *torch.autograd.grad(loss, list(leaves.values()))]
+
+    return step
+
+
 PADDED = dict(rows=(37, 37), keys=(70, 70), is_packed=False)
 BATCHES = [
     Scored("softcap", **PADDED, softcap=0.8, causal=True),
@@ -249,13 +216,16 @@ BATCHES = [
     Scored("bias", **PADDED, bias=(1, 1, 1, 1), causal=True, memory="transposed"),
     Scored("bias_of_keys", **PADDED, bias=(1, 0, 0, 1), window=(20, 3), bias_dtype="float32", seqused_k=(70, 33)),
     Scored("bias_of_rows", **PADDED, bias=(0, 1, 1, 0), causal=True, memory="expanded"),
-    Scored("bias_of_heads", **PADDED, bias=(0, 1, 0, 0), head_dim_v=64, softcap=3.0),
+    Scored("bias_of_heads", **PADDED, bias=(0, 1, 0, 0), head_dim_v=64, softcap=3.0,
+           memory="few dims"),
     Scored("mask", **PADDED, bias=(1, 0, 1, 1), bias_dtype="bool", has_sinks=True, memory="transposed"),
     Scored("mask_of_keys", **PADDED, bias=(1, 0, 0, 1), bias_dtype="bool", seqused_q=(37, 9), seqused_k=(70, 33)),
     Scored("all", **PADDED, softcap=2.0, slopes="samples", bias=(1, 1, 1, 1), causal=True, dropout_p=0.3,
            has_sinks=True, seqused_k=(70, 33), memory="gaps", layout="bshd"),
-    Scored("all_of_one", **PADDED, softcap=2.0, slopes="heads", bias=(0, 0, 0, 0), window=(7, 40)),
-    Scored("D128", **PADDED, softcap=20.0, slopes="heads", bias=(0, 0, 1, 1), D=128, window=(33, -1)),
+    Scored("all_of_one", **PADDED, softcap=2.0, slopes="heads", bias=(0, 0, 0, 0), window=(7, 40),
+           memory="few dims"),
+    Scored("D128", **PADDED, softcap=20.0, slopes="heads", bias=(0, 0, 1, 1), D=128, window=(33, -1),
+           memory="few dims"),
     Scored("D256", rows=(9,), keys=(20,), is_packed=False, softcap=2.0, slopes="heads", bias=(0, 1, 1, 1), D=256),
     Scored("packed", (5, 17, 1, 40), (9, 3, 33, 40), slopes="samples", causal=True),
     Scored("packed_softcap", (5, 0, 40), (9, 3, 70), softcap=1.5, slopes="heads", window=(20, 5), has_sinks=True),
@@ -306,6 +276,12 @@ def check_drawn_scores(impl, seed, max_examples):
 @each_impl
 def test_drawn_scores(impl, poisoned_outputs):
     check_drawn_scores(impl, seed=1, max_examples=5 if impl == "triton" else 20)  # which compiles for each of them
+
+
+@each_seed
+@pytest.mark.parametrize("impl", KERNELS)
+def test_many_drawn_scores(impl, seed, poisoned_outputs):
+    check_drawn_scores(impl, seed, 13 if impl == "triton" else 63)
 
 
 def eager(q, k, v, softcap=0.0, alibi_slopes=None, attn_bias=None):
@@ -394,7 +370,8 @@ def test_rows_that_a_mask_hides(causal, impl):
             want = torch.full_like(lse, -math.inf) if given is None else sinks[:, None].expand_as(lse).to(lse.dtype)
             assert (out[is_hidden] == 0).all()
             assert_close(lse[is_hidden], want[is_hidden], rtol=2e-7, atol=0)
-            batch = replace(KINDS["causal" if causal else "plain"], head_dim_v=v.shape[3])
+            batch = Batch("hidden", (7,) * B, (9,) * B, causal=causal, H=H, Hk=HK, D=D, head_dim_v=v.shape[3],
+                          is_packed=False)
             compare((out, lse), by_loop(batch, q, k, v, given, attn_bias=hides), [q, k, v])
             leaves = [q, k, v] + [bias] * bias.requires_grad
             gradients = torch.autograd.grad(loss(*flash_attention(q, k, v, **options)), leaves, retain_graph=True)

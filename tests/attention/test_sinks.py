@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
+from conftest import OF_16_BITS
 from minimal_attn import flash_attention, flash_attn_func, flash_attn_varlen_func, reference_attention
 from minimal_attn.backends import auto as choice
+from test_lengths import IMPLS, each_impl
 
-IMPLS = {"reference": ("reference", "cuda" if HAS_GPU else "cpu"),
-         **{impl: where for impl, where in IMPLEMENTATIONS.items() if impl != "cuda:dmma"}}
-each_impl = pytest.mark.parametrize("impl", IMPLS)
 
 
 def inputs(impl="torch", B=2, H=4, Hk=2, Sq=20, Sk=33, D=16, head_dim_v=24, dtype=None):
@@ -116,20 +114,6 @@ def test_autocast_leaves_sinks(impl):
         out = flash_attention(q, k, v, sinks=sinks, backend=backend)
     assert out.dtype == torch.bfloat16 and out.equal(want)
     assert torch.autograd.grad(out.float().sum(), sinks)[0].dtype == torch.float32
-
-
-@pytest.mark.parametrize("head_dim_v", [1, 5, 256])
-@each_impl
-def test_lse_knows_nothing_of_v(impl, head_dim_v):
-    if impl in OF_16_BITS and head_dim_v != 256:
-        pytest.skip("cannot serve it")
-    q, k, v, _ = inputs(impl, head_dim_v=head_dim_v)
-    options = dict(causal=True, return_lse=True, backend=IMPLS[impl][0])
-    out, lse = flash_attention(q, k, v, **options)
-    assert out.shape == (2, 4, 20, head_dim_v)
-    assert_close(lse, flash_attention(q, k, k, **options)[1])
-    padded = torch.nn.functional.pad(v, (0, 256 - head_dim_v))
-    assert_close(out, flash_attention(q, k, padded, **options)[0][..., :head_dim_v], **tolerance(q))
 
 
 @pytest.mark.parametrize("name, backend", [("sinks", "torch"), ("attn_bias", "torch"), (None, "cuda")])

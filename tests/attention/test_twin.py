@@ -3,9 +3,13 @@
 import contextlib
 import json
 import math
+import os
+import subprocess
+import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,24 +107,6 @@ def test_fp8_without_descales_is_descaled_by_1(dtype):
     assert torch.equal(flash_attention(q, k, v, backend="triton", **ones), plain)
     for name, descale in descales.items():  # each of them counts
         assert not torch.equal(flash_attention(q, k, v, backend="triton", **{name: descale}), plain)
-
-
-@pytest.mark.parametrize("dtype, strides", [
-    (torch.float32, (64, 64, 1, 1)), (torch.bfloat16, (0, 1, 0, 1)),
-    *(pytest.param(dtype, strides, marks=needs_fp8) for dtype, strides in
-      zip(FP8_DTYPES, ((64, 64, 1, 1), (0, 1, 0, 1))))], ids=str)
-def test_inputs_that_overlap_themselves(dtype, strides):
-    """The result and the gradients, which fp8 has none of, are those of copies."""
-    memory = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
-    windows = [x.as_strided((1, 1, n, 16), strides) for x, n in zip(memory, (8, 20, 20))]
-    copies = [x.clone(memory_format=torch.contiguous_format) for x in windows]
-    by_twin = by("triton", Case("windows", H=1, Hk=1, Sq=8, Sk=20, D=16), deterministic=True)
-    assert torch.equal(by_twin(*windows), by_twin(*copies))
-    if dtype not in FP8_DTYPES:
-        dout = torch.randn(1, 1, 8, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-        got, want = (gradients(by_twin, *(x.detach().requires_grad_() for x in inputs), dout)
-                     for inputs in (windows, copies))
-        assert all(map(torch.equal, got, want))
 
 
 @needs_fp8
@@ -248,15 +234,6 @@ def test_attention_with_given_tiles(BM, BN, causal):
     check_error(attention(q, k, v, causal, 0.5, BM, BN), exact(case, q, k, v)[0], base(case, q, k, v))
 
 
-@pytest.mark.slow
-def test_classic_main_prints_its_checks(capsys, monkeypatch):
-    if not HAS_GPU:  # 128 heads are many for the interpreter
-        monkeypatch.setattr(classic, "OP_CASES", [(1, min(H, 2), *case) for _, H, *case in classic.OP_CASES])
-    classic.main()
-    out = capsys.readouterr().out
-    assert "Approximately equal: True" in out and out.count("PASSED!") == len(classic.OP_CASES)
-
-
 def test_flash_attn_func_of_the_twin():
     q, k, v = (torch.randn(2, 40, n, 16, device=DEVICE) for n in (4, 2, 2))
     want = reference_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
@@ -285,13 +262,6 @@ def test_bad_input_of_attention(monkeypatch):
     monkeypatch.setattr(classic, "run", launch)
     with pytest.raises(ValueError, match="tiles of BM 64, BN 512 and head_dim 64 do not fit .*shared memory"):
         attention(half, half, half, True, 0.5, 64, 512)
-
-
-@pytest.mark.slow
-def test_attention_without_a_driver():
-    done = in_a_new_process("import torch; from triton_ref.classic import attention; q = torch.ones(1, 1, 4, 16);"
-                            "attention(q, q, q, True, 0.5, 16, 16)", TRITON_INTERPRET="0")
-    assert "CUDA tensors required" in done.stderr, done.stderr
 
 
 def test_calculate_block_sizes():
@@ -395,20 +365,6 @@ def test_a_second_process_does_not_tune_again(tmp_path):
 
 
 @pytest.mark.gpu
-def test_nothing_is_tuned_under_graph_capture(monkeypatch):
-    monkeypatch.delenv("MINIMAL_ATTN_AUTOTUNE", raising=False)
-    monkeypatch.setattr(autotune, "_measure", lambda *args: pytest.fail("tuned under capture"))
-    monkeypatch.setattr(autotune, "_read", lambda file: {})
-    q = torch.randn(2, 4, 4000, 64, device="cuda", dtype=torch.half)
-    want = flash_attention(q, q, q, backend="triton", autotune=False)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = flash_attention(q, q, q, backend="triton")
-    graph.replay()
-    assert torch.equal(out, want)
-
-
-@pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 def test_hopper_selects_gluon(monkeypatch):
     launched = []
@@ -438,14 +394,6 @@ def test_bits_do_not_depend_on_number_of_programs(head_dim, causal, monkeypatch)
         got = run(q, k, v, Options(0.1, (-1, 0 if causal else -1)), config)
         monkeypatch.undo()
         assert all(torch.equal(x, y) for x, y in zip(got, want))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
-def test_more_tiles_than_programs():
-    case = Case("", B=4, H=8, Hk=2, Sq=4400, Sk=4400, D=128, causal=True)  # 1120 of 128 rows
-    q, k, v = make_inputs(case, torch.float16, "cuda")
-    check_error(flash_attention(q, k, v, True, backend="triton"), exact(case, q, k, v)[0], base(case, q, k, v))
 
 
 @pytest.mark.gpu
@@ -548,25 +496,6 @@ def test_two_threads_that_cannot_compile_gluon_both_fall_back(monkeypatch, on_ho
     assert len(served) == 2 and not twin.hopper_works and "of Gluon" not in twin._plans
 
 
-def test_op_without_a_seed_has_no_dropout():
-    q = torch.randn(1, 2, 20, 16, device=DEVICE)
-    flash_attention(q, q, q, backend="triton")  # registers the op
-    options = *[None] * 7, 0.25, 0.0, -1, -1
-    out, lse = torch.ops.minimal_attn.triton_forward(q, q, q, *options, 0.5, None)
-    want = reference_attention(q, q, q)
-    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
-    gradients = torch.ops.minimal_attn.triton_backward(q, None, q, q, q, out, lse, *options, 0.5, None)
-    plain = torch.ops.minimal_attn.triton_backward(q, None, q, q, q, out, lse, *options)
-    assert all(map(torch.equal, gradients, plain))
-
-
-@pytest.mark.slow
-def test_twin_imports_without_gluon():
-    done = in_a_new_process("import sys; sys.modules['triton.experimental.gluon'] = None;"
-                            "from triton_ref import attention; print(attention.attention_hopper)")
-    assert done.stdout == "None\n", done.stderr
-
-
 @pytest.mark.parametrize("dtype, tangent", [(torch.float16, True), (torch.float8_e5m2, False)])
 def test_suggested_backend_has_the_derivative(dtype, tangent):
     x = torch.randn(1, 2, 20, 16, device=DEVICE).to(dtype)
@@ -579,25 +508,20 @@ def test_suggested_backend_has_the_derivative(dtype, tangent):
         assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None if tangent else out.requires_grad
 
 
-HURRIED = """
-import hashlib, os, torch
-if "HURRIED" in os.environ:
-    from conftest import hurry_interpreter
-    hurry_interpreter()
-from minimal_attn import attention_with_kvcache, flash_attention
-torch.manual_seed(0)
-q, k, v = (torch.randn(1, 2, 40, 32).requires_grad_() for _ in "qkv")
-out = flash_attention(q, k, v, causal=True, softcap=3.0, dropout_p=0.2, dropout_seed=torch.tensor([5]), backend="triton")
-results = out, *torch.autograd.grad(out.square().sum(), (q, k, v))
-with torch.no_grad():
-    results += attention_with_kvcache(q[:, :, :2], k, v, torch.tensor([37], dtype=torch.int32), backend="triton"),
-print(*(hashlib.sha256(x.detach().numpy().tobytes()).hexdigest() for x in results))
-"""
-
-
-@pytest.mark.slow
+# The oldest Triton that a torch served here asks for, with a NumPy that its interpreter takes, and the newest one.
 @pytest.mark.cpu
-def test_hurried_interpreter_gives_the_same_bits():
-    env = dict(TRITON_INTERPRET="1", PYTHONPATH="tests")
-    hurried, plain = (in_a_new_process(HURRIED, **env, **more).stdout for more in (dict(HURRIED="1"), {}))
-    assert hurried == plain and len(plain.split()) == 5
+@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("packages", [("triton==3.6.0", "numpy<2.4"), ("triton",)], ids=" ".join)
+def test_interpreter_of_other_triton(packages, tmp_path):
+    """The kernels of triton_ref, one by one."""
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, *packages],
+                   check=True)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env.update(PYTHONPATH=str(tmp_path), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    files = [Path(__file__).parents[1] / name for name in (
+        "attention/test_twin.py", "attention/test_lengths.py", "caches/test_kvcache.py")]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-k", "twin or triton", *files],
+                          env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]

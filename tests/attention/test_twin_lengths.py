@@ -17,9 +17,9 @@ from minimal_attn.options import Lengths, Options  # noqa: E402
 from test_lengths import (DEVICE, HIDDEN, Batch, by_loop, check_batch, check_hidden_keys, ints, make,  # noqa: E402
                           make_sinks, run)
 from test_packed import SHARED_KEYS  # noqa: E402
+from test_scores import Scored  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 from triton_ref import attention, attention_bwd, launching, ops  # noqa: E402
-from triton_ref.launching import kind_of  # noqa: E402
 
 SMALL = dict(H=2, Hk=1, D=16)  # for Triton's interpreter
 BLOCKS = (70, 1, 130), (150, 40, 65)  # rows and keys of samples that are longer than a block
@@ -121,9 +121,10 @@ def test_garbage_in_cu_seqlens_stays_within_the_tensors(cu_seqlens_q, cu_seqlens
 
 @needs_fp8
 @pytest.mark.parametrize("batch", [
-    Batch("packed", (70, 0, 33), (150, 40, 33), window=(20, 5), **SMALL, head_dim_v=70, has_sinks=True),
-    Batch("padded", (70,) * 3, (150,) * 3, (70, 0, 33), (150, 40, 33), causal=True, H=2, Hk=1, D=32,
-          is_packed=False)], ids=str)
+    Scored("packed", (70, 0, 33), (150, 40, 33), window=(20, 5), **SMALL, head_dim_v=70, has_sinks=True),
+    Scored("padded", (70,) * 3, (150,) * 3, (70, 0, 33), (150, 40, 33), causal=True, H=2, Hk=1, D=32, is_packed=False),
+    Scored("scores", (20, 17), (20, 25), H=2, Hk=1, D=32, softcap=2.0, slopes="heads"),
+    Scored("dropout", (37,) * 2, (45,) * 2, H=2, Hk=1, D=32, softcap=2.0, dropout_p=0.3, is_packed=False)], ids=str)
 def test_fp8(batch):
     """The descales of a packed batch are those of its samples."""
     q, k, v = (x.to(torch.float8_e4m3fn) for x in make(batch, torch.float32, DEVICE)[:3])
@@ -133,9 +134,10 @@ def test_fp8(batch):
     for (b, rows, keys), *factors in zip(batch.samples(), *descales.values()):
         for x, part, factor in zip(exact, (rows, keys, keys), factors):
             x[b, :, part] *= factor
-    sinks = make_sinks(batch, torch.float32, DEVICE)
-    want, want_lse = by_loop(batch, *exact, *sinks)
-    options = batch.options(DEVICE) | descales | dict(sinks=sinks[0] if sinks else None, return_lse=True)
+    sinks, = make_sinks(batch, torch.float32, DEVICE) or [None]
+    scores = batch.tensors(torch.float32, DEVICE, seed=1)
+    want, want_lse = by_loop(batch, *exact, sinks, batch.softcap, **scores)
+    options = batch.options(DEVICE) | descales | scores | dict(sinks=sinks, softcap=batch.softcap, return_lse=True)
     for backend in ("triton", "reference"):
         out, lse = flash_attention(q, k, v, **options, backend=backend)
         assert out.dtype == torch.bfloat16
@@ -162,43 +164,11 @@ def test_nan_of_hidden_keys_in_fp8():
 
 # Plans and tiles
 
-def test_packed_tiles_do_not_depend_on_the_batch():
-    kinds = set()
-    for n, samples in ((10, 1), (1000, 3), (70000, 200)):
-        q, lengths = torch.empty(1, 2, n, 16), Lengths(*[ints(*[0] * samples, n)] * 2)
-        kinds.add(kind_of(q, q, lengths, CAUSAL))
-        assert attention_bwd._num_splits(16, n, n, lengths.is_packed) == 1
-    assert len(kinds) == 1
-    assert kind_of(q, q, Lengths(), CAUSAL) not in kinds and kind_of(q, q, lengths, (8, 0)) not in kinds
-
-
-@pytest.mark.parametrize("lengths", [Lengths(), Lengths(*[ints(0, 70)] * 2)], ids=["padded", "packed"])
-def test_windows_are_tuned_by_how_many_keys_they_show(lengths):
-    q = torch.empty(1, 2, 70, 16)
-    kinds = [kind_of(q, q, lengths, window) for window in ((8, 0), (30, 33), (100, 0), (1000, 20), (1023, 0), (-1, 5))]
-    assert kinds[0] == kinds[1] and kinds[3] == kinds[4] and len(set(kinds)) == 4
-
-
-def test_a_packed_call_is_planned_once(monkeypatch):
-    batch = Batch("again", (20, 33), (40, 20), window=(9, 2), **SMALL)
-    check_batch("triton", batch, torch.float32)
-    for module in (attention, attention_bwd):
-        monkeypatch.setattr(module, "Launch", None)  # a second plan would fail
-    check_batch("triton", batch, torch.float32)
-
-
 def test_a_plan_of_equal_lengths_is_not_that_of_others():
     """Only where the lengths of q and k differ does a causal mask leave rows without a key, whose dout may be NaN."""
     for rows, keys in ((6, 6), (8, 4)):
         batch = Batch("lengths", (8,), (8,), (rows,), (keys,), causal=True, **SMALL, is_packed=False)
         check_batch("triton", batch, torch.float32)
-
-
-def test_heads_split_over_programs():
-    """Sums of dK and dV, which differ in size, each from splits of their own, of two heads and of one."""
-    assert attention_bwd._num_splits(3, 700, 9) == 2
-    check_batch("triton", Batch("split", (700,), (9,), H=3, Hk=1, D=16, head_dim_v=33, has_sinks=True,
-                                is_packed=False), torch.float32)
 
 
 # Sinks
@@ -244,10 +214,3 @@ def test_nan_in_dlse_of_rows_without_keys():
     dlse[:, :, :4] = math.nan
     *got, dsinks = torch.autograd.grad(outputs, given, [dout, dlse])
     assert all(map(torch.equal, got, want)) and dsinks.isnan().all()
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["bhsd", "bshd"])
-def test_out_is_in_the_order_of_q(order):
-    q, k, v = (torch.randn(2, 20, 20, n, device=DEVICE).permute(order)[:, :4] for n in (16, 16, 24))
-    out, _ = attention.run(q, k, v, Options(0.3))
-    assert out.shape == (2, 4, 20, 24) and sorted(range(4), key=lambda i: -out.stride(i)) == list(order)

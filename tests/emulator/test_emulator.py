@@ -208,18 +208,6 @@ def program(csrc, folder, body, includes=""):
 
 
 @pytest.mark.slow
-def test_kernels_are_one_source(csrc, tmp_path):
-    """For compute-sanitizer, driver.cpp includes all of its kernels. So no two of their functions may take each other's
-    place."""
-    names = re.findall(r'^#include "(.*\.cu)"$', DRIVER.read_text(), re.MULTILINE)
-    source = tmp_path / "all.cpp"
-    source.write_text("".join(f'#include "{name}"\n' for name in names if name in KERNELS))
-    done = subprocess.run([CXX, *FLAGS, *CUDA, "-I", csrc, "-fsyntax-only", source], capture_output=True, text=True,
-                          timeout=240)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
 def test_order_of_tiles(csrc, tmp_path):
     """Each tile of each head has one place, and divisions are exact."""
     main = program(csrc, tmp_path, """

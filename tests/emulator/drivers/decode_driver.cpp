@@ -153,7 +153,7 @@ const std::vector<Case> cases = {
     prefill({"mixed_padding", b16, 2, 1, 0, 64, 64, 32, 5, {150, 150}, -1, 0, {}, {0, 5, 100}}, 20),
 };
 
-// What has ones in all bits is NaN, or must be written before it is read. With --valid-only it stays on the host.
+// What has ones in all bits is NaN, or must be written before it is read.
 template <typename T> struct Memory {
     std::vector<T> host;
     T *device;
@@ -161,20 +161,9 @@ template <typename T> struct Memory {
     Memory(const Memory &) = delete;
     ~Memory() { release(device); }
     size_t bytes() const { return host.size() * sizeof(T); }
-    void upload() {
-        if (!valid_only) return copy(device, host.data(), bytes());
-        for (auto end = host.begin(); end != host.end();) {
-            const auto begin = std::find_if(end, host.end(), is_valid);
-            end = std::find_if_not(begin, host.end(), is_valid);
-            copy(device + (begin - host.begin()), host.data() + (begin - host.begin()), (end - begin) * sizeof(T));
-        }
-    }
+    void upload() { copy(device, host.data(), bytes()); }
     void fetch() { copy(host.data(), device, bytes()); }
     void make_nan() { std::memset(static_cast<void *>(host.data()), 0xff, bytes()), upload(); }
-    static bool is_valid(const T &x) {
-        const auto *byte = reinterpret_cast<const unsigned char *>(&x);
-        return std::any_of(byte, byte + sizeof(T), [](unsigned char bits) { return bits != 0xff; });
-    }
 };
 
 int clamp(int x, int most) { return std::max(0, std::min(x, most)); }
@@ -363,10 +352,9 @@ template <typename T> struct Call {
         std::vector<std::unique_ptr<Memory<char>>> workspaces;  // until all launches have ended
         auto decode = [&](DecodeParams launched, int64_t bytes, int64_t counts,
                           void (*flash_decode)(const DecodeParams &)) {
-            // Gaps in it are read, and what is read there is ignored. So it is NaN for initcheck, too.
+            // Gaps in it are read, and what is read there is ignored.
             const Memory<char> &workspace =
                 *workspaces.emplace_back(std::make_unique<Memory<char>>(std::vector<char>(bytes + 1, char(0xff))));
-            copy(workspace.device, workspace.host.data(), workspace.bytes());
             launched.workspace = workspace.device, launched.counters = p.counters, p.counters += counts;
             flash_decode(launched);
         };

@@ -4,10 +4,9 @@
 // test_sanitizers.py builds and runs this for the CPU and the GPU, test_emulator.py for the emulator. driver_common.h has
 // the options:
 //
-//   g++ -std=c++20 -pthread -Icsrc tests/emulator/drivers/driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu tests/emulator/drivers/driver.cpp
+//   g++ -std=c++20 -pthread -Icsrc tests/emulator/drivers/driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu ...
 //
-// There the kernels are included, so that every size of tiles can be called on any GPU and with short sequences. For the
-// emulator they are linked.
+// There the kernels are included; for the emulator they are linked.
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -20,7 +19,6 @@
 #include "flash_bwd.h"
 #include "common/launch.h"
 using namespace device;
-template <typename> using Sum = float;
 #elif defined(__CUDACC__)
 #include "common/device.cu"
 #include "flash.cu"
@@ -48,53 +46,18 @@ using namespace simt;
 #include "driver_cases.h"
 #include "driver_reference.h"
 
-// By the tiles that a case names, on any GPU: those for less shared memory, and those for long sequences. The emulator
-// has as little shared memory instead.
-#if MINIMAL_ATTN_EMULATED
-template <typename T> void named_forward(const Case &, const AttnParams &) {
-    throw std::runtime_error("the emulator has no tiles to name");
-}
-template <typename T> void narrow_backward(const Case &c, const AttnBackwardParams &p) { named_forward<T>(c, p); }
-#else
-template <typename T> void named_forward(const Case &c, const AttnParams &p) {
-    if constexpr (!std::is_same_v<T, double>)
-        if (c.tiling == kNarrow)
-            return c.max_head_dim() <= 128 ? launch_fwd<T, Tiles128Narrow>(p) : launch_fwd<T, Tiles256Narrow>(p);
-    if constexpr (std::is_same_v<T, float>) {
-        if (c.max_head_dim() <= 64) return launch_fwd<T, Tiles64Wide>(p);
-        return c.max_head_dim() <= 128 ? launch_fwd<T, Tiles128Wide>(p) : launch_fwd<T, Tiles256Wide>(p);
-    }
-    throw std::runtime_error("there are no such tiles of this type");
-}
-#ifdef __CUDACC__
-template <typename T> void narrow_backward(const Case &c, const AttnBackwardParams &p) {
-    if constexpr (sizeof(T) == 2) {
-        simt::preprocess_backward(p);
-        c.max_head_dim() <= 128 ? sm80::launch_bwd<T, sm80::BwdShape128Narrow>(p)
-                          : sm80::launch_bwd<T, sm80::BwdShape256Narrow>(p);
-    }
-}
-#endif
-#endif
-
-#if MINIMAL_ATTN_EMULATED
-bool names_tiles(const Case &) { return false; }
-#else
-bool names_tiles(const Case &c) { return c.tiling == kNarrow || c.tiling == kWide || c.tiling == kSm80Narrow; }
-#endif
-
-template <typename T> void forward(const Case &c, const AttnParams &p) {
+void forward(const Case &c, const AttnParams &p) {
 #if HAS_GPU
     if (is_sm80(c) || (c.tiling == kSm90 && c.dropout_p > 0 && p.has_score_mods())) return sm80::flash_forward(p);
     if (c.tiling == kSm90) return sm90::flash_forward(p);
     if (c.tiling == kDmma) return dmma::flash_forward(p);
 #endif
-    names_tiles(c) ? named_forward<T>(c, p) : simt::flash_forward(p);
+    simt::flash_forward(p);
 }
 
-template <typename T> void backward(const Case &c, const AttnBackwardParams &p) {
+void backward(const Case &c, const AttnBackwardParams &p) {
 #if HAS_GPU
-    if (is_sm80(c)) return names_tiles(c) ? narrow_backward<T>(c, p) : sm80::flash_backward(p);
+    if (is_sm80(c)) return sm80::flash_backward(p);
     if (is_sm90_backward(c)) return sm90::flash_backward(p);
 #endif
     simt::flash_backward(p);
@@ -112,18 +75,18 @@ bool has_backward(const Case &c) {
 
 template <typename T> void run_and_check(Tensors<T> &x, Reference<T> &expected, double epsilon) {
     const Case &c = x.c;
-    // Sums are fp32, or fp64; tensor cores take P and dS rounded to T.
+    // Sums are fp32; tensor cores take P and dS rounded to T.
     const bool is_rounded = is_sm80(c) || c.tiling == kSm90;
-    const double error = c.dtype == f64 ? 1e-13 : is_rounded ? epsilon : 2e-6;
-    double lse_error = c.dtype == f64 ? 1e-13 : 5e-6;
+    const double error = is_rounded ? epsilon : 2e-6;
+    double lse_error = 5e-6;
 #if !MINIMAL_ATTN_EMULATED
     if (is_rounded && c.softcap) lse_error = 0x1p-11;  // of tanh_approx, relative to each score
 #endif
-    forward<T>(c, x.p);
+    forward(c, x.p);
     check(x.lse, expected.lse, lse_error, 0);
     check(x.o, expected.out, error, epsilon);
     if (!has_backward(c)) return;
-    backward<T>(c, x.p);
+    backward(c, x.p);
     if (expected.delta.magnitude == std::vector<double>(expected.delta.magnitude.size())) expected.backward();
     check(x.delta, expected.delta, 2e-6, 0);
     if (x.p.lse_log2) check(x.lse_log2, expected.lse_log2, lse_error, 0);
@@ -164,20 +127,18 @@ template <typename T> void run(const Case &c, double epsilon) {
 }
 
 void run(const Case &c) {
-#if HAS_GPU
-    if (c.dtype == f64) throw std::runtime_error("float64 is for the CPU");
-#else
-    if (c.dtype == f64) return run<double>(c, 0x1p-52);
-#endif
     if (c.dtype == f32) return run<float>(c, 0x1p-23);
     c.dtype == f16 ? run<__half>(c, 0x1p-10) : run<__nv_bfloat16>(c, 0x1p-7);
 }
 
+// The emulator has as little shared memory as tiles are for.
 bool can_run([[maybe_unused]] const Case &c) {
-#ifdef __CUDACC__
-    return !needs_hopper(c) || compute_capability() == 90;
-#else
+#if MINIMAL_ATTN_EMULATED
     return true;
+#elif defined(__CUDACC__)
+    return !is_narrow(c) && (!needs_hopper(c) || compute_capability() == 90);
+#else
+    return !is_narrow(c);
 #endif
 }
 

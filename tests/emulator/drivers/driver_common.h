@@ -3,7 +3,6 @@
 // `using namespace device` or `host`.
 //
 //   ./a.out [case...]      all cases if none is named
-//     --valid-only         leave what must not be read uninitialized, for initcheck, instead of NaN
 //     --part=0/4           every fourth case from the first on
 //     --forward-only-on-hopper    no backward passes of Hopper's kernels
 //
@@ -35,7 +34,7 @@ void release(void *p) { std::free(p); }
 void copy(void *to, const void *from, size_t bytes) { if (bytes) std::memcpy(to, from, bytes); }
 #endif
 
-bool valid_only = false, forward_only_on_hopper = false;
+bool forward_only_on_hopper = false;
 size_t part = 0, parts = 1;
 std::vector<std::string> schedules;
 
@@ -54,8 +53,7 @@ void choose_schedule([[maybe_unused]] const std::string &name, [[maybe_unused]] 
 
 bool take_option(const std::string &argument) {
     const std::string value = argument.substr(argument.find('=') + 1);
-    if (argument == "--valid-only") valid_only = true;
-    else if (argument == "--forward-only-on-hopper") forward_only_on_hopper = true;
+    if (argument == "--forward-only-on-hopper") forward_only_on_hopper = true;
     else if (argument.starts_with("--part="))
         part = std::stoul(value), parts = std::stoul(value.substr(value.find('/') + 1));
 #if MINIMAL_ATTN_EMULATED
