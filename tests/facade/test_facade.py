@@ -153,9 +153,10 @@ def test_seq_lens_of_every_kind(backend, device):
                                    (2, 0, 4, 20, 20)], ids=str)
 def test_empty_inputs(backend, device, shape):
     q, k, v = qkv(*shape, device=device)
-    out, lse = flash_attention(q, k, v, return_lse=True, backend=backend)
-    assert out.shape == q.shape and lse.shape == q.shape[:3]
-    assert (out == 0).all() and (lse == -math.inf).all()
+    for dropout_p in (0.0, 0.5):
+        out, lse = flash_attention(q, k, v, dropout_p=dropout_p, return_lse=True, backend=backend)
+        assert out.shape == q.shape and lse.shape == q.shape[:3]
+        assert (out == 0).all() and (lse == -math.inf).all()
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if BACKENDS[name].has_forward_mode])
@@ -189,34 +190,6 @@ def test_last_dimension_that_is_not_contiguous(backend, device):
     assert q.stride(-1) != 1
     out = flash_attention(q, k, v, backend=backend)
     torch.testing.assert_close(out, reference_attention(q, k, v), rtol=1e-5, atol=1e-5)
-
-
-def out_and_gradients(q, k, v, dout, dlse, *args, **options):
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, lse = flash_attention(*inputs, *args, **options, return_lse=True)
-    return out, lse, *torch.autograd.grad((out, lse), inputs, (dout, dlse))
-
-
-@pytest.mark.parametrize("causal, seq_lens, Sk, unseen_rows, dtype, junk, sm_scale", [
-    (False, [5, 20], 20, slice(5, None), torch.float32, math.nan, None),
-    (False, [5, 20], 20, slice(5, None), torch.bfloat16, math.inf, 0.0),
-    (True, [5, 20], 20, slice(5, None), torch.float64, math.inf, -0.3),
-    (True, None, 12, slice(8), torch.bfloat16, math.nan, -0.3),
-    (True, None, 12, slice(8), torch.float64, math.nan, 0.0),
-    (True, None, 12, slice(8), torch.float32, math.inf, None),
-], ids=str)
-def test_torch_backend_ignores_nan_in_padding(dtype, causal, seq_lens, Sk, unseen_rows, junk, sm_scale):
-    device = IMPLEMENTATIONS["torch"][1]
-    q, k, v = qkv(Hk=2, Sk=Sk, device=device, dtype=dtype)
-    dout, dlse = torch.ones_like(q), torch.ones_like(q[..., 0], dtype=torch.promote_types(dtype, torch.float32))
-    options = dict(causal=causal, seq_lens=seq_lens, sm_scale=sm_scale, backend="torch")
-    want = out_and_gradients(q, k, v, dout, dlse, **options)
-    for x in (q, dout, dlse):
-        x[0, :, unseen_rows] = junk
-    if seq_lens is not None:
-        k[0, :, seq_lens[0]:], v[0, :, seq_lens[0]:] = junk, junk
-    for x, y in zip(out_and_gradients(q, k, v, dout, dlse, **options), want):
-        torch.testing.assert_close(x, y)
 
 
 @pytest.fixture
