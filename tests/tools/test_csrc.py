@@ -15,20 +15,12 @@ INCLUDES = {name: re.findall(r'^#include "(.*)"', source, re.M) for name, source
 BELOW = {"ptx": "", "common": "ptx", "mods": "common", "simt": "common mods", "host": "simt",
          "sm80": "ptx common mods", "sm90": "ptx common mods", "cache": "ptx common mods sm80 sm90",
          "ops": "common", "binding": "ops"}
-DEVELOPING = (ROOT / "docs/developing.md").read_text().split("## The folders of csrc\n")[1].split("\n## ")[0]
 
 pytestmark = pytest.mark.cpu
 
 
 def folder_of(name):
     return {"flash.cu": "simt", "main.cpp": "binding"}.get(name, name.split("/")[0])
-
-
-def files_named(text):
-    """The files in the code spans of a text. `a/{b,c}.h` stands for two of them."""
-    for span in re.findall(r"`(\S+\.[a-z{},]+)`", text):
-        head, names, tail = re.fullmatch(r"([^{]*)(?:\{(.*)\})?(.*)", span).groups()
-        yield from (head + name + tail for name in (names or "").split(","))
 
 
 def test_folders_include_downwards():
@@ -38,14 +30,6 @@ def test_folders_include_downwards():
             assert folder_of(path) in {folder_of(name), *BELOW[folder_of(name)].split()}, f"{name} includes {path}"
     for i, folder in enumerate(BELOW):
         assert {*BELOW[folder].split()} <= {*list(BELOW)[:i]}
-
-
-def test_way_to_the_fastest_kernel_needs_nothing_else():
-    """Beside the wrapped instructions, and the options that a first reading leaves out."""
-    way = list(files_named(DEVELOPING.split("\n1. ")[1].split("\n\n")[0]))
-    assert (way[0], way[-1]) == ("flash.cu", "sm90/flash_sm90.cu")
-    for path in {path for name in way for path in INCLUDES[name]} - {*way}:
-        assert {"ptx", "mods"} & {*path.split("/")}, f"{path} is included, and not on the way"
 
 
 def test_no_member_is_without_address():
