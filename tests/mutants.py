@@ -35,7 +35,7 @@ def host(file, names="against_a_loop"):
 
 LENGTHS, SCORES, KV = "attention/test_lengths.py", "attention/test_scores.py", "caches/test_kvcache.py"
 FORWARD, BACKWARD, DROPOUT = (f"attention/test_{name}.py" for name in ("forward", "backward", "dropout"))
-TWIN_LENGTHS, PACKED = "attention/test_twin_lengths.py", "attention/test_packed.py"
+PACKED, TWIN_LENGTHS = "attention/test_packed.py", f"{LENGTHS} -k 'triton and against_a_loop'"
 APPEND, TREES, CACHE_ERRORS, CACHE_NAMES = (f"caches/test_{name}.py" for name in (
     "append", "tree_mask", "cache_errors", "cache_names"))
 ACTIVATE, FACADE, RANKS = "facade/test_activate.py", "facade/test_facade.py", "distributed/test_distributed.py"
@@ -161,7 +161,7 @@ MUTANTS = [
      f"{FACADE} -k op_refuses"),
     ("triton_ref/mask.py", "triton_narrow_window_counts_twice",
      "    full_end = tl.where(mask.kIsLocal, tl.maximum(full_end, full_begin), full_end)\n", "",
-     "attention/test_mask.py " + TWIN_LENGTHS),
+     TWIN_LENGTHS),
     ("triton_ref/mask.py", "triton_window_one_key_short", "tl.minimum(window_left, seq.seqlen_k)",
      "tl.minimum(window_left - 1, seq.seqlen_k)", TWIN_LENGTHS),
     ("triton_ref/scores.py", "triton_alibi_beside_softcap", "+ h) * per_unit", "+ h)",
@@ -172,7 +172,7 @@ MUTANTS = [
      TWIN_LENGTHS),
     ("triton_ref/attention.py", "triton_nan_in_padding_by_tma",
      "kClearV: tl.constexpr = kIsPacked or seqused_k_ptr is not None", "kClearV: tl.constexpr = kIsPacked",
-     f"{TWIN_LENGTHS} -k samples_by_descriptors"),
+     "attention/test_twin.py -k samples_by_descriptors"),
     ("triton_ref/preprocess.py", "triton_ignores_dlse", "delta -= tl.load(dlse +", "delta -= 0 * tl.load(dlse +",
      f"{BACKWARD} -k 'triton and (through_lse or dlse)'"),
     ("triton_ref/attention_bwd_kernels.py", "triton_dq_drops_by_sample_0",

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from conftest import OF_16_BITS
 from minimal_attn import flash_attention, flash_attn_func, flash_attn_varlen_func, reference_attention
 from minimal_attn.backends import auto as choice
-from test_lengths import IMPLS, each_impl
+from test_lengths import IMPLS, Batch, by_loop, each_impl, make, make_sinks, run
 
 
 
@@ -129,6 +129,51 @@ def test_auto_counts_sinks_and_biases_among_what_wants_gradients(name, backend, 
 
     torch.func.grad(of)(torch.zeros(2))
     assert chosen == [backend]
+
+
+# Triton.
+
+def test_scores_as_large_as_their_sink():
+    """Sums of the keys and of the sink are alike, and exp of each alone is 0 or infinite in fp32."""
+    device, batch = IMPLS["triton"][1], Batch("large", (3,), (5,), H=2, Hk=1, D=16, is_packed=False)
+    for sign in (1, -1):
+        q, k = (torch.full(shape, value, device=device) for shape, value in zip(batch.shapes(), (512.0, sign * 1.0)))
+        sinks = torch.tensor([sign * 2048.0, sign * 2048.0 + 1], device=device)  # scores are ± 2048
+        v = torch.randn(1, 1, 5, 16, device=device)
+        (out, lse), (want, want_lse) = run("triton", batch, q, k, v, sinks), by_loop(batch, q, k, v, sinks)
+        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("sinks", [[3e38, math.inf], [2.4e38, -3e38]], ids=str)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)], ids=str)
+def test_sinks_as_far_as_can_be(sinks, window, dtype):
+    """A sink that leaves the keys nothing is lse, and the gradient of lse is its own. One of -3e38 is so only for a row
+    without keys. In powers of two, 2.4e38 and more are infinite."""
+    device, batch = IMPLS["triton"][1], Batch("far", (8,), (5,), window=window, H=2, Hk=1, D=16, is_packed=False, has_sinks=True)
+    q, k, v, dout, dlse = make(batch, dtype, device)
+    given = [x.requires_grad_() for x in (q, k, v, torch.tensor(sinks, device=device))]
+    exact = [x.detach().double().clamp(max=1e300).requires_grad_() for x in given]
+    want, want_lse = by_loop(batch, *exact)
+    out, lse = run("triton", batch, *given)
+    atol = 1e-2 if dtype == torch.float16 else 1e-4
+    torch.testing.assert_close(lse, want_lse.float(), rtol=atol, atol=atol)
+    wants = want, *torch.autograd.grad([want, want_lse], exact, [dout.double(), dlse.double()])
+    for x, y in zip((out, *torch.autograd.grad([out, lse], given, [dout, dlse])), wants):
+        torch.testing.assert_close(x.double(), y, rtol=atol, atol=atol)
+
+
+def test_nan_in_dlse_of_rows_without_keys():
+    """Their lse is their sink, whose gradient it is then NaN, and nothing else."""
+    device, batch = IMPLS["triton"][1], Batch("empty_rows", (8,), (4,), causal=True, H=2, Hk=1, D=16, is_packed=False, has_sinks=True)
+    q, k, v, dout, dlse = make(batch, torch.float32, device)
+    given = [x.requires_grad_() for x in (q, k, v, *make_sinks(batch, torch.float32, device))]
+    outputs = run("triton", batch, *given, deterministic=True)
+    *want, _ = torch.autograd.grad(outputs, given, [dout, dlse], retain_graph=True)
+    dlse[:, :, :4] = math.nan
+    *got, dsinks = torch.autograd.grad(outputs, given, [dout, dlse])
+    assert all(map(torch.equal, got, want)) and dsinks.isnan().all()
 
 
 # The functions of flash-attn.

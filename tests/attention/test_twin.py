@@ -1,4 +1,5 @@
-"""The Triton kernels beyond the shared cases of test_forward.py: fp8, every tile, tuning, the classic names."""
+"""The Triton kernels beyond what other files show of every kernel: fp8, every tile, tensor descriptors, lengths that are
+garbage, tuning, the classic names."""
 
 import contextlib
 import json
@@ -17,21 +18,26 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from cases import (HAS_FP8, Case, base, check_error, check_lse, exact, in_a_new_process, make_inputs,  # noqa: E402
-                   mask_of, needs_fp8, slow_unless)
+                   make_tensor, mask_of, needs_fp8, slow_unless)
 from conftest import HAS_GPU  # noqa: E402
 
 from minimal_attn import flash_attention, reference_attention  # noqa: E402
 from minimal_attn.checks import FP8_DTYPES, TWIN_DTYPES  # noqa: E402
-from minimal_attn.options import Options  # noqa: E402
+from minimal_attn.options import Lengths, Options  # noqa: E402
 from test_backward import by, check, gradients, make_all  # noqa: E402
+from test_lengths import (BLOCKS, DEVICE, HIDDEN, Batch, by_loop, check_batch, check_hidden_keys, ints,  # noqa: E402
+                          make, make_sinks)
+from test_packed import SHARED_KEYS  # noqa: E402
+from test_scores import Scored  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 from triton_ref import attention as twin  # noqa: E402
-from triton_ref import attention_bwd, attention_hopper, autotune, classic, launching  # noqa: E402
+from triton_ref import attention_bwd, attention_hopper, autotune, classic, launching, ops  # noqa: E402
 from triton_ref.attention import run, shared_memory, tile_configs  # noqa: E402
 from triton_ref.classic import attention, calculate_block_sizes  # noqa: E402
 from triton_ref.launching import Properties, properties  # noqa: E402
 
-DEVICE = "cuda" if HAS_GPU else "cpu"
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
+SMALL = dict(H=2, Hk=1, D=16)  # for Triton's interpreter
 each_fp8 = pytest.mark.parametrize("dtype", FP8_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 FP8_CASES = [
@@ -133,6 +139,49 @@ def test_unsupported_fp8_and_descales_raise():
             flash_attention(q, k, v, backend="triton", **descales | {"q_descale": bad})
 
 
+@needs_fp8
+@pytest.mark.parametrize("batch", [
+    Scored("packed", (70, 0, 33), (150, 40, 33), window=(20, 5), **SMALL, head_dim_v=70, has_sinks=True),
+    Scored("padded", (70,) * 3, (150,) * 3, (70, 0, 33), (150, 40, 33), causal=True, H=2, Hk=1, D=32, is_packed=False),
+    Scored("scores", (20, 17), (20, 25), H=2, Hk=1, D=32, softcap=2.0, slopes="heads"),
+    Scored("dropout", (37,) * 2, (45,) * 2, H=2, Hk=1, D=32, softcap=2.0, dropout_p=0.3, is_packed=False)], ids=str)
+def test_fp8_of_batches(batch):
+    """The descales of a packed batch are those of its samples."""
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in make(batch, torch.float32, DEVICE)[:3])
+    descales = {f"{name}_descale": torch.linspace(low, 2.0, len(batch.rows), device=DEVICE)[:, None]
+                for name, low in (("q", 0.5), ("k", 1.0), ("v", 0.1))}
+    exact = [x.double() for x in (q, k, v)]
+    for (b, rows, keys), *factors in zip(batch.samples(), *descales.values()):
+        for x, part, factor in zip(exact, (rows, keys, keys), factors):
+            x[b, :, part] *= factor
+    sinks, = make_sinks(batch, torch.float32, DEVICE) or [None]
+    scores = batch.tensors(torch.float32, DEVICE, seed=1)
+    want, want_lse = by_loop(batch, *exact, sinks, batch.softcap, **scores)
+    options = batch.options(DEVICE) | descales | scores | dict(sinks=sinks, softcap=batch.softcap, return_lse=True)
+    for backend in ("triton", "reference"):
+        out, lse = flash_attention(q, k, v, **options, backend=backend)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.double(), want, rtol=6e-2, atol=0.1)  # probabilities in e4m3 have 4 bits
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=2e-3)
+    with pytest.raises(ValueError, match="v_descale must have shape"):
+        flash_attention(q, k, v, **options | {"v_descale": descales["v_descale"][:1]}, backend="triton")
+
+
+@needs_fp8
+def test_nan_of_hidden_keys_in_fp8():
+    q, k, v = (torch.randn(2, heads, n, 32, device=DEVICE).to(torch.float8_e4m3fn)
+               for heads, n in ((2, 4), (1, 100), (1, 100)))
+    lengths = Lengths(None, None, ints(4, 3, device=DEVICE), ints(100, 70, device=DEVICE))
+    options = Options(0.3, (4, 0), lengths, descales=(None,) * 3)
+    want = twin.run(q, k, v, options)
+    for x in k, v:
+        for b, end in enumerate((92, 63)):
+            x.view(torch.uint8)[b, :, :end] = 0x7f  # NaN
+    assert all(map(torch.equal, twin.run(q, k, v, options), want))
+    # The interpreter takes another way, without this copy.
+    assert not twin.transposed(v.half() if not HAS_GPU else v, 4, options.lengths, (4, 0)).isnan().any()
+
+
 # One dtype of each size: the others have the same tiles, and test_forward.py and test_fp8 run them.
 TILE_DTYPES = torch.float32, torch.bfloat16 if HAS_GPU else torch.float16, torch.float8_e4m3fn
 
@@ -223,6 +272,86 @@ def test_tile_configs_fit_shared_memory(dtype, limit):
             assert "kConsumers" in on_hopper[0] and len(on_hopper) > len(configs)
         else:
             assert on_hopper == configs
+
+
+# Lengths: by descriptors, plans, and lengths that are garbage. test_lengths.py has their results.
+
+@pytest.fixture
+def descriptors(monkeypatch):
+    """Kernels read by descriptors in Triton's interpreter too, where TMA is not."""
+    if HAS_GPU:
+        pytest.skip("for Triton's interpreter: on a GPU 16 bits go by TMA")
+
+    def call(self, *arguments):
+        tiles = [x if tile_map is None else TensorDescriptor(x, *tile_map.sizes)
+                 for x, tile_map in zip(arguments, self.tile_maps)]
+        self.function[self.grid](*tiles, *arguments[len(tiles):], *self.constants, **self.options)
+
+    for module in (twin, attention_bwd):
+        monkeypatch.setattr(module, "can_use_tma", lambda *tensors: True)
+        monkeypatch.setattr(module, "_plans", {})
+    monkeypatch.setattr(launching.Launch, "__call__", call)
+
+
+@pytest.mark.parametrize("batch", [
+    Batch("packed", *BLOCKS, window=(7, 0), **SMALL, spare=5),
+    Batch("padded", (132,) * 3, (152,) * 3, *BLOCKS, **SMALL, is_packed=False),
+    Batch("packed_used", (33, 64), (50, 90), (30, 40), (33, 70), causal=True, **SMALL, has_sinks=True),
+    Batch("dense", (70,) * 2, (40,) * 2, causal=True, H=2, Hk=1, D=24, head_dim_v=40, has_sinks=True,
+          is_packed=False)], ids=str)
+def test_samples_by_descriptors(batch, descriptors):
+    check_batch("triton", batch, torch.float32)
+
+
+@pytest.mark.parametrize("batch", HIDDEN[:2], ids=str)
+def test_nan_before_every_window_by_descriptors(batch, descriptors):
+    check_hidden_keys("triton", batch, torch.float32)
+
+
+@pytest.mark.parametrize("forward", [ops.Attention.apply, torch.ops.minimal_attn.triton_forward], ids=["eager", "op"])
+def test_no_gradients_of_keys_that_samples_share(forward, monkeypatch):
+    q, k, v, _, _ = make(SHARED_KEYS, torch.float32, DEVICE)
+    options = Options(0.3, (-1, 0), Lengths(**SHARED_KEYS.lengths(DEVICE)))
+    out, _ = forward(q.requires_grad_(), k, v, *options.of_op(), True, None, None, None)
+    monkeypatch.setattr(attention_bwd, "Launch", None)  # nothing may be launched
+    with pytest.raises(NotImplementedError, match="key ranges may overlap"):
+        out.sum().backward()
+
+
+GARBAGE = [[0, 20, 10, 40, 64], [5, 70, -3, 1000, 2**31 - 1], [-(2**31), 2**31 - 1, -(2**31), 64, 0]]
+
+
+@pytest.mark.parametrize("cu_seqlens_q, cu_seqlens_k, has_used", [
+    (GARBAGE[0], GARBAGE[1], False), (GARBAGE[1], GARBAGE[2], True), (GARBAGE[2], GARBAGE[0], False),
+    (GARBAGE[2], GARBAGE[2], True)], ids=str)
+def test_garbage_in_cu_seqlens_stays_within_the_tensors(cu_seqlens_q, cu_seqlens_k, has_used, monkeypatch):
+    guarded = []
+
+    def inside(shape, dtype):
+        """Zeros in the middle of sevens."""
+        buffer = torch.full((math.prod(shape) + 256,), 7.0, dtype=dtype, device=DEVICE)
+        guarded.append(buffer)
+        return buffer[128:-128].view(shape).zero_()
+
+    monkeypatch.setattr(twin, "empty_outputs",
+                        lambda q, v: (inside(q.shape, q.dtype), inside(q.shape[:3], torch.float32)))
+    monkeypatch.setattr(attention_bwd, "empty_like", lambda x: inside(x.shape, x.dtype))
+    q, k, v, dout = (make_tensor((1, heads, 64, 16), torch.float32, DEVICE) for heads in (2, 1, 1, 2))
+    seqused_q = ints(-1, 2**31 - 1, 3, -(2**31), device=DEVICE) if has_used else None
+    lengths = Lengths(ints(*cu_seqlens_q, device=DEVICE), ints(*cu_seqlens_k, device=DEVICE), seqused_q)
+    options = Options(0.3, (9, 2), lengths)
+    out, lse = twin.run(q, k, v, options)
+    gradients = attention_bwd.run(dout, None, q, k, v, out, lse, options)[:3]  # dsinks is None
+    assert all(x.isfinite().all() for x in (out, *gradients)) and not lse.isnan().any()
+    for buffer in guarded:
+        assert (buffer[:128] == 7).all() and (buffer[-128:] == 7).all()
+
+
+def test_a_plan_of_equal_lengths_is_not_that_of_others():
+    """Only where the lengths of q and k differ does a causal mask leave rows without a key, whose dout may be NaN."""
+    for rows, keys in ((6, 6), (8, 4)):
+        batch = Batch("lengths", (8,), (8,), (rows,), (keys,), causal=True, **SMALL, is_packed=False)
+        check_batch("triton", batch, torch.float32)
 
 
 # (BM, BN, causal) of the classic signature: also where BN does not divide BM, which its usual causal loop needs.

@@ -189,75 +189,35 @@ def test_address_sanitizer_finds_nothing(part, sanitized):
     assert_passed(run(sanitized, "--random=5", *SANITIZED_CASES[part::4]))
 
 
-def program(csrc, folder, body, includes=""):
-    """A program of its own that calls the kernels."""
+def said_by(body, csrc, folder):
+    """What a program of its own prints that calls the kernels."""
     source = folder / "main.cpp"
     source.write_text("""
         #include <cstdio>
         #include <stdexcept>
         #include <utility>
-        #include "flash_bwd.h"
         #include "flash_cache.h"
         #include "common/launch.h"
-        """ + includes + """
         int main() try {""" + body + """
         } catch (const std::exception &error) { std::puts(error.what()); }
         """)
     objects = [file for file in (csrc / "objects").glob("*.o") if file.stem != DRIVER.stem]
-    return linked([*compiled(csrc, folder / "objects", sources=[source]), *objects], "main")
+    return run(linked([*compiled(csrc, folder / "objects", sources=[source]), *objects], "main")).stdout
 
 
 @pytest.mark.slow
-def test_order_of_tiles(csrc, tmp_path):
-    """Each tile of each head has one place, and divisions are exact."""
-    main = program(csrc, tmp_path, """
-            for (int i = 0; i < 5 * 4 * 3 * 8; i++) {
-                AttnBackwardParams p{};
-                p.seqlen_q = p.seqlen_k = std::array{1, 130, 1000, 2047, 9000}[i % 5];
-                p.nheads_k = std::array{1, 2, 3, 24}[i / 5 % 4];
-                p.batch_size = std::array{1, 3, 8}[i / 20 % 3], p.nheads = (1 + i / 60 % 2) * p.nheads_k;
-                p.set_window(-1, i / 120 % 2 - 1), p.deterministic = i / 240;
-                const int group = p.nheads / p.nheads_k;
-                std::set<std::array<int, 3>> seen;
-                auto see = [&](const Tile &tile, int block_size, bool is_right) {
-                    if (is_right && tile.b < p.batch_size && tile.h < p.nheads && tile.block * block_size < p.seqlen_k)
-                        seen.insert({tile.b, tile.h, tile.block});
-                };
-                const int keys = int(KeyTiles<128>::count(p)), rows = int(RowTiles<64>::count(p));
-                const auto order = KeyTiles<128>::order<Divisor>(p);
-                for (int idx = 0; idx < keys; idx++) {
-                    const Tile tile = KeyTiles<128>::at(p, order, idx), same = KeyTiles<128>::at(p, idx);
-                    see(tile, 128, tile.h == tile.h_k * group && tile.h == same.h && tile.block == same.block);
-                }
-                if (int(seen.size()) != keys) std::printf("case %d: %zu of %d tiles of keys\\n", i, seen.size(), keys);
-                seen.clear();
-                for (int idx = 0; idx < rows; idx++) {
-                    const Tile tile = RowTiles<64>::at(p, idx);
-                    see(tile, 64, tile.h_k == tile.h / group);
-                }
-                if (int(seen.size()) != rows) std::printf("case %d: %zu of %d tiles of rows\\n", i, seen.size(), rows);
-            }
-            for (uint32_t power = 1; power < 1u << 31; power *= 2)
-                for (uint32_t value : {std::max(1u, power - 1), power, power + 1, power / 3 * 2 + 1})
-                    for (uint32_t n : {0u, 1u, value - 1, value, 2 * value - 1, ~0u / 2 / value * value, ~0u / 2})
-                        if (n < 1u << 31 && Divisor(value).quotient(n) != n / value)
-                            std::printf("%u / %u\\n", n, value);
-            """, '#include <array>\n#include <set>\n#include "common/key_tiles.cuh"')
-    assert run(main).stdout == ""
-
-
-@pytest.mark.slow
-def test_number_of_tiles_beyond_int(csrc, tmp_path):
-    """An error before anything is looked at, as there are no tensors."""
-    main = program(csrc, tmp_path, """
-            AttnParams p{.batch_size = 1 << 21, .nheads = 1024, .nheads_k = 1, .seqlen_q = 1, .head_dim = 64};
-            sm90::flash_forward(p);""")
-    assert re.match("minimal_attn: .*q has .* tiles", run(main).stdout)
+@pytest.mark.parametrize("body, said", [
+    ("AttnParams p{.batch_size = 1 << 21, .nheads = 1024, .nheads_k = 1, .seqlen_q = 1, .head_dim = 64};"
+     "sm90::flash_forward(p);", "minimal_attn: .*q has .* tiles"),
+    ("emulator::gpu.capability = 80; sm90::flash_forward({});", "minimal_attn: flash_sm90.cu needs a GPU of sm_90")])
+def test_error_before_anything_is_looked_at(body, said, csrc, tmp_path):
+    """There are no tensors."""
+    assert re.match(said, said_by(body, csrc, tmp_path))
 
 
 @pytest.mark.slow
 def test_more_work_than_decoding_can_count(csrc, tmp_path):
-    main = program(csrc, tmp_path, """
+    said = said_by("""
             for (auto flash_decode : {sm80::flash_decode, sm90::flash_decode})
                 for (auto [nheads, seqlen_k] : {std::pair(1, 1 << 30), {(1 << 15) + 1, 64}}) try {
                     DecodeParams p{};
@@ -266,15 +226,9 @@ def test_more_work_than_decoding_can_count(csrc, tmp_path):
                     p.seqlen_q = p.max_seqlen_q = p.max_rows = 1, p.seqlen_k = seqlen_k;
                     p.head_dim = p.head_dim_v = 64, p.q = p.k = p.v = p.o = {nullptr, 64, 64, 64};
                     flash_decode(p);
-                } catch (const std::invalid_argument &error) { std::puts(error.what()); }""")
-    assert [re.sub("minimal_attn: (.*?[0-9^]+).*", r"\1", line) for line in run(main).stdout.splitlines()] == [
+                } catch (const std::invalid_argument &error) { std::puts(error.what()); }""", csrc, tmp_path)
+    assert [re.sub("minimal_attn: (.*?[0-9^]+).*", r"\1", line) for line in said.splitlines()] == [
         "the call has over 2^30", "a key head has over 32768"] * 2
-
-
-@pytest.mark.slow
-def test_sm90_needs_hopper(csrc, tmp_path):
-    main = program(csrc, tmp_path, "emulator::gpu.capability = 80; sm90::flash_forward({});")
-    assert run(main).stdout == "minimal_attn: flash_sm90.cu needs a GPU of sm_90\n"
 
 
 def test_faults_finds_every_synchronization():

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-import minimal_attn
 from conftest import HAS_GPU
 from minimal_attn import (FlashMHA, attention as interface, flash_attention, flash_attn_func, flash_attn_qkvpacked_func,
                           flash_attn_varlen_func, flash_attn_varlen_kvpacked_func,
@@ -45,15 +44,6 @@ def test_float8_by_the_reference():
 # Which backend serves them.
 
 GIVEN = {"softcap": 2.0, "alibi_slopes": slopes(H), "attn_bias": mask(7, 9)}
-
-
-def test_dmma_declines_scores():
-    q = torch.empty(1, 1, 64, 64)
-    kernel_of = minimal_attn.load().which_kernel
-    assert kernel_of(q, q, q, capability=90)[0] == "dmma"
-    assert kernel_of(q, q, q, capability=90, has_scores=True)[0] == "simt"
-    q = q.half()
-    assert kernel_of(q, q, q, capability=90, has_scores=True)[0] == "sm90"
 
 
 def test_fast_path_is_not_asked(monkeypatch):
