@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from test_scores import Scored, step_of
-from triton_ref import autotune
 
 THREADS = 8
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -73,12 +72,3 @@ def test_threads_on_gpu_get_the_same_bits(backend, streams):
     got = in_threads(calls, (lambda i: pool[i % streams]) if streams else None)
     torch.cuda.synchronize()
     check_equal(got, want)
-
-
-def test_threads_write_autotune_choices(tmp_path, capsys):
-    """Each choice is written whole, and without a complaint."""
-    file = tmp_path / "choices.json"
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda i: autotune._write(file, {str(i): i}), range(200)))
-    assert capsys.readouterr().err == ""
-    assert len(autotune._read(file)) == 1 and list(tmp_path.iterdir()) == [file]
