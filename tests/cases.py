@@ -14,7 +14,6 @@ from typing import Optional
 import hypothesis
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES, WITHOUT_DROPOUT
@@ -207,14 +206,11 @@ def is_fast(impl, dtype):
     return HAS_GPU or (impl, dtype) != ("triton", torch.float16)
 
 
-def dtypes_served(impl):
-    return [dtype for dtype in dtypes_of(impl) if serves(impl, Case("any"), dtype)]
-
-
 def dtype_params(impls):
     """Parameters (impl, dtype) for all that an implementation serves."""
     return [pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""),
-                         marks=slow_unless(is_fast(impl, dtype))) for impl in impls for dtype in dtypes_served(impl)]
+                         marks=slow_unless(is_fast(impl, dtype))) for impl in impls for dtype in dtypes_of(impl)
+            if serves(impl, Case("any"), dtype)]
 
 
 def compiler_for(impl):
@@ -318,17 +314,6 @@ def check_lse(lse, ref):
     # A small lse may be the sum of large products that cancel: these round at the size of the largest.
     atol = 3e-6 + 5e-7 * ref[~empty].abs().amax().item() if not empty.all() else 0
     torch.testing.assert_close(lse[~empty].double(), ref[~empty], rtol=2e-6, atol=atol)
-
-
-@st.composite
-def drawn_cases(draw, impl, head_dims, longest):
-    some, length = st.integers(1, 3 if HAS_GPU else 2), st.integers(1, longest)
-    Hk, group, Sq, B, D = draw(some), draw(some), draw(length), draw(some), draw(head_dims)
-    B *= -(-200 // (Hk * group * Sq * D))  # the largest error of a handful of numbers is a matter of luck
-    seq_lens = draw(st.none() | st.lists(st.integers(1, Sq), min_size=B, max_size=B).map(tuple))
-    layouts = [x for x in LAYOUTS if x not in ("odd", "ragged") or impl not in ON_TENSOR_CORES]
-    return Case("drawn", B, Hk * group, Hk, Sq, Sq if seq_lens else draw(length), D, draw(st.booleans()), seq_lens,
-                layout=draw(st.sampled_from(layouts)), expand=draw(st.booleans()))
 
 
 def close(got, want, tolerance):

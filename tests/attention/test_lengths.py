@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import minimal_attn
-from cases import SEED, check_drawn, close, compiler_for, each_seed, make_tensor, slow_unless
+from cases import (SEED, check_drawn, close, dtype_params, each_seed, head_dims_of, make_tensor,
+                   slow_unless)
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES, captured
 from minimal_attn import FlashMHA, flash_attention, reference_attention
 from minimal_attn.options import Lengths, Options
@@ -54,6 +55,8 @@ class Batch:
     head_dim_v: Optional[int] = None  # D, if None
     has_sinks: bool = False
     spare: int = 0  # rows and keys behind the last packed sample
+    sm_scale: Optional[float] = None
+    softcap: float = 0.0
 
     def __str__(self):
         return self.name
@@ -87,10 +90,14 @@ class Batch:
                                            [0, *itertools.accumulate(self.keys)])
         return found
 
+    def tensors(self, dtype, device, seed):
+        """alibi_slopes and attn_bias, which test_scores.py has."""
+        return {}
+
     def options(self, device):
         seed = torch.tensor([SEED], device=device) if self.dropout_p else None
-        return dict(causal=self.causal, window_size=self.window, dropout_p=self.dropout_p, dropout_seed=seed,
-                    **self.lengths(device))
+        return dict(causal=self.causal, sm_scale=self.sm_scale, window_size=self.window, dropout_p=self.dropout_p,
+                    dropout_seed=seed, **self.lengths(device))
 
 
 BATCHES = [
@@ -113,11 +120,11 @@ BATCHES = [
       for left, right, rows, keys in ((0, 0, 70, 70), (3, 0, 40, 100), (0, 5, 100, 40), (20, 70, 100, 40),
                                       (-1, 4, 40, 100), (6, -1, 70, 70), (6, -1, 100, 40), (-1, 0, 40, 100))),
     Batch("window_causal", (70,) * 2, (90,) * 2, window=(13, 7), causal=True, is_packed=False, layout="slice"),
-    Batch("static_cache", (3,) * 4, (90,) * 4, seqused_k=(90, 3, 40, 0), causal=True, is_packed=False),
+    Batch("static_cache", (3,) * 4, (90,) * 4, seqused_k=(90, 3, 40, 0), causal=True, is_packed=False, sm_scale=-0.3),
     Batch("padded_seqused", (40,) * 4, (70,) * 4, seqused_q=(0, 40, 13, 5), seqused_k=(70, 0, 13, 65), is_packed=False),
     Batch("padded_seqused_window", (40,) * 3, (70,) * 3, seqused_q=(30, 40, 13), seqused_k=(7, 70, 65), window=(9, 0),
           is_packed=False, layout="bshd"),
-    Batch("padded_seqused_q", (40,) * 3, (33,) * 3, seqused_q=(30, 0, 13), causal=True, is_packed=False),
+    Batch("padded_seqused_q", (40,) * 3, (33,) * 3, seqused_q=(30, 0, 13), causal=True, is_packed=False, sm_scale=0.0),
     Batch("padded_dropout", (40,) * 3, (70,) * 3, seqused_k=(7, 70, 65), window=(9, 2), dropout_p=0.3,
           is_packed=False),
     Batch("D128", (70, 9, 130), (64, 40, 200), window=(50, -1), causal=True, D=128),
@@ -174,7 +181,7 @@ def window_of(batch):
     return batch.window[0], 0 if batch.causal else batch.window[1]
 
 
-def by_loop(batch, q, k, v, sinks=None, softcap=0.0, alibi_slopes=None, attn_bias=None):
+def by_loop(batch, q, k, v, sinks=None, alibi_slopes=None, attn_bias=None):
     """(out, lse) in fp64, one sample after the other."""
     q, k, v = (x.double() for x in (q, k, v))
     sinks = q.new_full((batch.H,), -math.inf) if sinks is None else sinks.double()
@@ -183,9 +190,9 @@ def by_loop(batch, q, k, v, sinks=None, softcap=0.0, alibi_slopes=None, attn_bia
     for sample, (b, rows, keys) in enumerate(batch.samples()):
         seqlen_q, seqlen_k = rows.stop - rows.start, keys.stop - keys.start
         ks, vs = (x[b, :, keys].repeat_interleave(batch.H // batch.Hk, 0) for x in (k, v))
-        scores = q[b, :, rows] @ ks.mT / math.sqrt(batch.D)
-        if softcap:
-            scores = softcap * (scores / softcap).tanh()
+        scores = q[b, :, rows] @ ks.mT * (batch.D**-0.5 if batch.sm_scale is None else batch.sm_scale)
+        if batch.softcap:
+            scores = batch.softcap * (scores / batch.softcap).tanh()
         place = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
         before = (place - torch.arange(seqlen_k, device=q.device)).double()
         if alibi_slopes is not None:
@@ -213,25 +220,47 @@ def run(impl, batch, q, k, v, sinks=None, **options):
     return flash_attention(q, k, v, **batch.options(device), **options, sinks=sinks, return_lse=True, backend=backend)
 
 
+def as_taken(bias, impl, seqlen_k=9):
+    """Equal scores, in memory that the kernel reads. TMA wants rows that are aligned."""
+    if impl != "cuda:sm90" or bias is None or bias.dtype == torch.bool:
+        return bias
+    bias = bias.expand(*bias.shape[:-1], seqlen_k).contiguous()
+    return torch.nn.functional.pad(bias, (0, 16 - seqlen_k % 16))[..., :seqlen_k]
+
+
 def check_batch(impl, batch, dtype, seed=0):
-    q, k, v, dout, dlse = make(batch, dtype, IMPLS[impl][1], seed)
-    given = [q, k, v, *make_sinks(batch, dtype, IMPLS[impl][1], seed)]
-    want_out, want_lse = by_loop(batch, *(inputs := [x.double().requires_grad_() for x in given]))
-    sees = want_lse > -math.inf  # a key or a sink
-    given = [x.requires_grad_() for x in given]
-    out, lse = run(impl, batch, *given)
+    """out, lse and all gradients."""
+    backend, device = IMPLS[impl]
+    *qkv, dout, dlse = make(batch, dtype, device, seed)
+    given = dict(zip("qkv", qkv)) | dict(zip(["sinks"], make_sinks(batch, dtype, device, seed)))
+    given |= batch.tensors(dtype, device, seed)
+    doubles = {name: x.double().clone().requires_grad_() for name, x in given.items()
+               if name != "alibi_slopes" and x.is_floating_point()}
+    want_out, want_lse = by_loop(batch, **given | doubles)
+    # Rows without a key and a sink get nothing, whatever q, dout and dlse hold there. A bias is added to what q gives.
+    sees = want_lse > -math.inf
+    for x in (given["q"], dout, dlse[..., None]) if "attn_bias" not in given else ():
+        x.masked_fill_(~sees[..., None], math.nan)
+    leaves = [given[name].requires_grad_() for name in doubles]
+    taken = {"attn_bias": as_taken(given["attn_bias"], impl, qkv[1].shape[2])} if "attn_bias" in given else {}
+    out, lse = flash_attention(**given | taken, **batch.options(device), softcap=batch.softcap, return_lse=True,
+                               backend=backend)
     assert out.dtype == dtype
     close(out, want_out.detach(), TOLERANCE[dtype])
-    close(lse, want_lse.detach(), 1e-10 if dtype == torch.float64 else 1e-5)
-    # Rows without both get nothing, whatever dout and dlse hold there.
-    dout, dlse = dout.masked_fill(~sees[..., None], math.nan), dlse.masked_fill(~sees, math.nan)
-    want = [None] * len(given)
+    # NVIDIA's tanh has 11 bits.
+    close(lse, want_lse.detach(), 1e-10 if dtype == torch.float64 else 3e-3 if batch.softcap and dtype.itemsize == 2
+          else 1e-5)
+    want = [None] * len(leaves)
     if sees.any():
         results, upstream = zip(*((x, dx.double().nan_to_num()) for x, dx in ((want_out, dout), (want_lse, dlse))
                                   if x.requires_grad))
-        want = torch.autograd.grad(results, inputs, upstream, allow_unused=True)
-    for x, got, ref in zip(given, torch.autograd.grad([out, lse], given, [dout, dlse]), want):
-        assert got.dtype == x.dtype
+        want = torch.autograd.grad(results, list(doubles.values()), upstream, allow_unused=True)
+    if impl == "triton" and HAS_GPU and dtype == torch.float32 and batch.dropout_p and "attn_bias" in given:
+        with pytest.raises(NotImplementedError, match="no backward pass in float32 for dropout with attn_bias"):
+            torch.autograd.grad([out, lse], leaves, [dout, dlse])
+        return
+    for x, got, ref in zip(leaves, torch.autograd.grad([out, lse], leaves, [dout, dlse]), want):
+        assert got.dtype == x.dtype and got.shape == x.shape
         close(got, torch.zeros_like(got, dtype=torch.float64) if ref is None else ref, 3 * TOLERANCE[dtype])
 
 
@@ -271,9 +300,10 @@ def test_dtypes(impl, dtype, batch):
 
 
 @st.composite
-def drawn_batches(draw, impl):
+def drawn_batches(draw, impl, head_dims=()):
     # Tiles depend on head_dim. Where a narrow one leaves time for it, the CPU has several of them too.
-    head_dims = [8, 40, 64, 96, 128, 192, 256] + [37] * (impl not in ON_TENSOR_CORES)
+    head_dims = head_dims or [8, 40, 64, 96, 128, 192, 256] + [37] * (impl not in ON_TENSOR_CORES)
+    layouts = ["bhsd", "bshd", "sbhd", "hsbd", "slice"] + ["odd", "ragged"] * (impl not in ON_TENSOR_CORES)
     D, head_dim_v = draw(st.sampled_from([16, *head_dims])), draw(st.sampled_from([None, *head_dims]))
     widest = max(D, head_dim_v or 0)
     size = st.integers(0, 200 if IMPLS[impl][1] == "cuda" else 70 if widest <= 16 else 24 if widest <= 64 else 9)
@@ -291,24 +321,25 @@ def drawn_batches(draw, impl):
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     return Batch("drawn", tuple(rows), tuple(keys), seqused_q, seqused_k, begin_k, (draw(bound), draw(bound)),
                  draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 0.3])),
-                 is_packed, Hk * group, Hk, D, draw(st.sampled_from(["bhsd", "bshd", "slice"])), head_dim_v,
+                 is_packed, Hk * group, Hk, D, draw(st.sampled_from(layouts)), head_dim_v,
                  draw(st.booleans()))
 
 
-def check_drawn_batches(impl, seed, max_examples, batches=drawn_batches, check_one=check_batch):
-    check_drawn(lambda batch, seed: check_one(impl, batch, DTYPES[impl], seed), seed, max_examples, batch=batches(impl),
+def check_drawn_batches(impl, seed, max_examples, batches, check_one=check_batch):
+    check_drawn(lambda batch, seed: check_one(impl, batch, DTYPES[impl], seed), seed, max_examples, batch=batches,
                 seed=st.integers(0, 99))
 
 
 @each_impl
 def test_drawn_batches(impl, poisoned_outputs):
-    check_drawn_batches(impl, seed=1, max_examples=8 if impl == "triton" else 40)  # which compiles for each of them
+    # Triton compiles for each of them.
+    check_drawn_batches(impl, 1, 8 if impl == "triton" else 40, drawn_batches(impl))
 
 
 @each_seed
 @each_kernel
 def test_many_drawn_batches(impl, seed, poisoned_outputs):
-    check_drawn_batches(impl, seed, 13 if impl == "triton" else 63)
+    check_drawn_batches(impl, seed, 13 if impl == "triton" else 63, drawn_batches(impl, head_dims_of(impl)))
 
 
 @each_impl
@@ -356,25 +387,32 @@ def test_nan_before_every_window_reaches_nothing(impl, batch):
     check_hidden_keys(impl, batch, DTYPES[impl])
 
 
-@each_kernel
-@pytest.mark.parametrize("D, window", [(40, (-1, 0)), *(pytest.param(D, window, marks=pytest.mark.slow)
-                                                        for D, window in ((128, (-1, 0)), (40, (320, -1))))], ids=str)
-def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, D, window):
-    """Nor where a window is a bound by the length of the batch alone."""
+@pytest.mark.parametrize("impl, dtype", dtype_params(KERNELS))
+@pytest.mark.parametrize("D, window, is_packed", [(40, (-1, 0), True), (40, (-1, 0), False), *(
+    pytest.param(*x, marks=pytest.mark.slow) for x in ((40, (320, -1), True), (128, (-1, 0), True),
+                                                      (256, (-1, 0), False)))], ids=str)
+def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, dtype, D, window, is_packed):
+    """Nor on the padding, nor where a window is a bound by the length of the batch alone."""
     rows, keys = ((20, 133, 7, 300), (18, 140, 9, 310)) if HAS_GPU else ((20, 66, 1, 7), (18, 70, 90, 9))
     batch = Batch("bits", rows, keys, window=window, D=D, Hk=4, has_sinks=True)
-    q, k, v, dout, _ = make(batch, DTYPES[impl], IMPLS[impl][1])
-    sinks = make_sinks(batch, DTYPES[impl], IMPLS[impl][1])
+    if not is_packed:
+        batch = dataclasses.replace(batch, rows=(max(rows) + 10,) * 4, keys=(max(keys) + 9,) * 4, seqused_q=rows,
+                                    seqused_k=keys, is_packed=False, layout="slice")
+    device = IMPLS[impl][1]
+    q, k, v, dout, _ = make(batch, dtype, device)
+    sinks = make_sinks(batch, dtype, device)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out, lse = run(impl, batch, *inputs, *sinks, deterministic=True)
     gradients = torch.autograd.grad(out, inputs, dout)
-    for b, (_, rows, keys) in enumerate(batch.samples()):
-        alone = dataclasses.replace(batch, rows=batch.rows[b:b + 1], keys=batch.keys[b:b + 1])
-        mine = [x[:, :, part].detach().clone().requires_grad_() for x, part in ((q, rows), (k, keys), (v, keys))]
+    for b, rows, keys in batch.samples():
+        alone = dataclasses.replace(batch, rows=(rows.stop - rows.start,), keys=(keys.stop - keys.start,),
+                                    seqused_q=None, seqused_k=None)
+        mine = [x[b:b + 1, :, part].detach().clone().requires_grad_()
+                for x, part in ((q, rows), (k, keys), (v, keys))]
         got = run(impl, alone, *mine, *sinks, deterministic=True)
-        assert got[0].equal(out[:, :, rows]) and got[1].equal(lse[:, :, rows])
-        for x, y, part in zip(torch.autograd.grad(got[0], mine, dout[:, :, rows]), gradients, (rows, keys, keys)):
-            assert x.equal(y[:, :, part])
+        assert got[0][0].equal(out[b, :, rows]) and got[1][0].equal(lse[b, :, rows])
+        for x, y, part in zip(torch.autograd.grad(got[0], mine, dout[b:b + 1, :, rows]), gradients, (rows, keys, keys)):
+            assert x[0].equal(y[b, :, part])
 
 
 @each_impl
@@ -419,15 +457,6 @@ def test_seq_lens_are_both_lengths(impl):
     lengths = torch.tensor([7, 33], dtype=torch.int32, device=device)
     want = flash_attention(q, k, v, True, seq_lens=lengths, backend=backend)
     assert flash_attention(q, k, v, True, seqused_q=lengths, seqused_k=lengths, backend=backend).equal(want)
-
-
-def test_3d_inputs():
-    q, k, v = (torch.randn(3, n, 16) for n in (10, 20, 20))
-    lengths = torch.tensor([20, 0, 7], dtype=torch.int32)
-    want = flash_attention(q[:, None], k[:, None], v[:, None], True, window_size=(5, 0), seqused_k=lengths)
-    assert flash_attention(q, k, v, True, window_size=(5, 0), seqused_k=lengths).equal(want[:, 0])
-    with pytest.raises(ValueError, match="q, k and v must be packed"):
-        flash_attention(q[:1], q[:1], q[:1], cu_seqlens_q=lengths, cu_seqlens_k=lengths)
 
 
 def ints(*values, **options):
@@ -516,39 +545,6 @@ def test_ops_survive_what_does_not_ascend(impl):
         backward(q, None, q, q, q, out, lse, *options)
         if impl != "triton":  # whose blocks never wait for one another
             backward(q, None, q, q, q, out, lse, *options, deterministic=True)
-
-
-@each_impl
-@pytest.mark.parametrize("shares_keys", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_compile_fullgraph(impl, shares_keys):
-    """One graph for all values of cu_seqlens, and of a max_seqlen in a tensor."""
-    backend, device = IMPLS[impl]
-    used = ints(10, 1, device=device) if shares_keys else None
-    graphs = []
-
-    def attend(q, k, v, cu_seqlens, max_seqlen):
-        out, lse = flash_attention(q * 2, k, v, True, window_size=(9, 0), cu_seqlens_q=cu_seqlens,
-                                   cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
-                                   seqused_k=used, return_lse=True, backend=backend)
-        return out + 1, lse
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend(compiler_for(impl))(graph, inputs)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend=count)
-    inputs = [x.requires_grad_() for x in make(Batch("any", (30,), (30,)), DTYPES[impl], device)[:3]]
-    for values in ((0, 10, 30), (0, 0, 30), (0, 29, 30)):
-        cu_seqlens, max_seqlen = ints(*values, device=device), torch.tensor(30, device=device)
-        got, want = (f(*inputs, cu_seqlens, max_seqlen) for f in (compiled, attend))
-        close(got[0].detach(), want[0].detach().double(), TOLERANCE[DTYPES[impl]])
-        close(got[1].detach(), want[1].detach().double(), 1e-5)
-        for x, y in zip(*(torch.autograd.grad(x[0].square().sum(), inputs) for x in (got, want))):
-            close(x, y.double(), 3 * TOLERANCE[DTYPES[impl]])
-    assert len(graphs) == 1
-    for longest in (30, 31) if shares_keys else ():  # the second one is a symbol to Dynamo
-        compiled(*inputs, cu_seqlens, longest)
 
 
 @pytest.mark.gpu

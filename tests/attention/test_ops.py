@@ -57,7 +57,7 @@ def test_opcheck(impl, kind):
 
 
 @each_kernel
-@pytest.mark.parametrize("kind", ["padded", "scores"])
+@pytest.mark.parametrize("kind", ["padded", "packed", "scores"])
 def test_compile_fullgraph(impl, kind):
     """Forward and backward, with operations before and after for Inductor to fuse, and gradients of sinks or a bias."""
     batch, dtype, (backend, device) = BATCHES[kind], DTYPES[impl], IMPLS[impl]
@@ -67,7 +67,7 @@ def test_compile_fullgraph(impl, kind):
     inputs = [x.requires_grad_() for x in (q, k, v, *others)]
     options = batch.options(device) | tensors
 
-    def attend(q, k, v, other):
+    def attend(q, k, v, other=None):
         given = {"attn_bias": as_taken(other, impl, 24), "softcap": 2.0} if tensors else {"sinks": other}
         out, lse = flash_attention(2 * q, k, v, **options | given, return_lse=True, backend=backend)
         return out + 1, lse.masked_fill(lse == -math.inf, 0).square()

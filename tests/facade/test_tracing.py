@@ -240,22 +240,3 @@ def test_flops_are_those_of_torch(backend):
     assert flops_of(out.sum().backward)[0] == want == 2 * 2 * 8 * 9 * 12 * (3 * 16 + 2 * 24)
     on_meta = [x.detach().to("meta") for x in inputs]
     assert flops_of(lambda: flash_attention(*on_meta, backend=backend))[0] == flops
-
-
-@OURS
-def test_flops_of_lengths(backend):
-    """FLOPs count by sample where lengths have values."""
-    device = DEVICES[backend]
-    q, bounds, used = torch.randn(9, 8, 16, device=device), *(torch.tensor(x, device=device, dtype=torch.int32)
-                                                              for x in ([0, 2, 9], [2, 3]))
-    scores = 2 * 8 * (16 + 16)
-
-    def varlen(q, bounds, **options):
-        return flops_of(lambda: flash_attn_varlen_func(q, q, q, bounds, bounds, 7, 7, backend=backend, **options))[0]
-
-    assert varlen(q, bounds) == scores * (2 * 2 + 7 * 7)
-    assert varlen(q, bounds, seqused_k=used) == scores * (2 * 2 + 7 * 3)
-    assert varlen(q.to("meta"), bounds.to("meta")) == scores * 9 * 9
-    cache = torch.randn(2, 8, 20, 16, device=device)
-    flops, _ = flops_of(lambda: attention_with_kvcache(cache[:, :, :2], cache, cache, used, backend=backend))
-    assert flops == scores * 2 * (2 + 3)

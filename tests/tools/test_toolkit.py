@@ -10,7 +10,6 @@ import torch
 from conftest import HAS_GPU
 from minimal_attn import (AdaptiveKernelSelector, BenchmarkRunner, benchmark_fn, flash_attention, get_attention_config,
                           get_matmul_config, get_optimal_attention, get_optimal_matmul)
-from minimal_attn.options import Options
 from minimal_attn.toolkit import benchmark, gpu
 from minimal_attn.toolkit.gpu import GPUArch, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
 from minimal_attn.toolkit.validation import validate_attention, validate_matmul
@@ -147,24 +146,6 @@ def test_get_attention_config_without_a_gpu(no_gpu):
     assert get_optimal_matmul() is torch.matmul
 
 
-@pytest.mark.parametrize("head_dim, dtype", [(64, torch.float16), (100, torch.bfloat16), (128, torch.float32),
-                                             (256, torch.float16)])
-def test_get_attention_config_has_the_launched_tiles(head_dim, dtype, monkeypatch):
-    from triton_ref import attention
-
-    launched, launch = [], attention.launch
-    monkeypatch.setattr(attention, "launch", lambda config, *args: launched.append(config) or launch(config, *args))
-    monkeypatch.setattr(attention, "_plans", {})
-    if not HAS_GPU and dtype == torch.bfloat16:
-        pytest.skip("the interpreter computes it in fp32")
-    q = torch.randn(2, 2, 70, head_dim, device=DEVICE, dtype=dtype)
-    attention.run(q, q, q, Options(0.1, (-1, 0), autotune=False))
-    config = get_attention_config(head_dim, dtype, "triton")
-    kernel = "attention_hopper.py" if "kConsumers" in launched[0] else "attention.py"
-    assert (config.pop("backend"), config.pop("kernel")) == ("triton", kernel) and launched == [config]
-    assert config["kBlockD"] >= head_dim
-
-
 @pytest.mark.parametrize("error, match, get_config, arguments", [
     (TypeError, "dtype", get_attention_config, dict(dtype=torch.float64, backend="triton")),
     (ValueError, "head_dim", get_attention_config, dict(head_dim=512, backend="triton")),
@@ -175,12 +156,3 @@ def test_get_attention_config_has_the_launched_tiles(head_dim, dtype, monkeypatc
 def test_get_config_bad_input(error, match, get_config, arguments):
     with pytest.raises(error, match=match):
         get_config(**arguments)
-
-
-def test_get_matmul_config_has_the_tiles_of_the_table():
-    matmul = pytest.importorskip("triton_ref.matmul")
-    config = get_matmul_config(512, 1024, 64, torch.float32, "triton")
-    assert config.keys() >= matmul.tile_config(torch.float32, 512, 1024, 64).keys()
-    if not HAS_GPU:
-        assert config == {"backend": "triton", "kernel": "triton_matmul",
-                          **matmul.tile_config(torch.float32, 512, 1024, 64)}
