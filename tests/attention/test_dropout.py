@@ -89,27 +89,11 @@ def test_keep_mask_of_a_part():
                                for i in range(20)] for h in range(2)]]
 
 
-@pytest.mark.parametrize("dropout_p", [1e-3, 0.1, 0.5, 0.999])
-def test_keep_mask_has_the_rate(dropout_p):
-    kept = keep_mask(seed_of(), dropout_p, 2, 4, 256, 256, DEVICE)
-    for part in kept, kept[:, :, ::16, 1::16]:  # all, and one of the eight numbers
-        sigma = math.sqrt(dropout_p * (1 - dropout_p) / part.numel())
-        assert abs(part.double().mean().item() - (1 - dropout_p)) < 5 * sigma
-
-
 def test_keep_mask_of_0_and_1():
     assert keep_mask(seed_of(), 0.0, 2, 2, 64, 64, DEVICE).all()
     assert not keep_mask(seed_of(), 1.0, 2, 2, 64, 64, DEVICE).any()
     assert [keep_count(p) for p in (0.0, 0.5, 0.75, math.nextafter(1, 0), 1.0)] == [2**15, 2**14, 2**13, 0, 0]
     assert keep_scale(0.75) == 4 and keep_scale(0.1) == 2**15 / (2**15 - 3277) and keep_scale(1.0) == 0
-
-
-def test_keep_mask_differs_by_seed_head_and_batch():
-    seeds = [0, 1, 2, 2**32, 2**63 - 1, -1]  # the high half counts as well
-    masks = torch.cat([keep_mask(seed_of(seed), 0.5, 2, 3, 32, 64, DEVICE) for seed in seeds]).flatten(0, 1)
-    agreement = (masks[:, None] == masks).double().mean((-1, -2))
-    others = agreement[~torch.eye(len(masks), dtype=torch.bool, device=DEVICE)]
-    assert (others - 0.5).abs().max() < 5.5 * 0.5 / math.sqrt(32 * 64)  # 630 pairs
 
 
 @each_backend
@@ -136,15 +120,6 @@ def test_dropout_in_flash_attn_func_and_reference():
         want.transpose(1, 2))
     out, lse, probs = flash_attn_func(q, k, v, 0.3, causal=True, dropout_seed=seed_of(), return_attn_probs=True)
     assert out.equal(want.transpose(1, 2)) and lse.equal(want_lse) and probs is None
-
-
-def test_fp8_on_the_reference():
-    q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv(dtype=torch.float32))
-    options = {"dropout_p": 0.3, "dropout_seed": seed_of()}
-    out = flash_attention(q, k, v, **options, backend="reference")
-    assert out.equal(reference_attention(q.float(), k.float(), v.float(), **options).bfloat16())
-    with pytest.raises(TypeError, match="Unsupported dtype: q is torch.float8_e4m3fn"):
-        flash_attention(q, k, v, **options, backend="torch")
 
 
 @each_backend

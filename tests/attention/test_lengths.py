@@ -11,13 +11,12 @@ import numpy
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch.testing import assert_close
 
 import minimal_attn
 from cases import (SEED, check_drawn, close, dtype_params, each_seed, head_dims_of, make_tensor,
                    slow_unless)
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, ON_TENSOR_CORES, captured
-from minimal_attn import FlashMHA, flash_attention, reference_attention
+from minimal_attn import flash_attention, reference_attention
 from minimal_attn.options import Lengths, Options
 from minimal_attn.reference.definition import reference_forward
 from minimal_attn.reference.dropout import keep_mask, keep_scale
@@ -405,8 +404,9 @@ def test_bits_of_a_sample_do_not_depend_on_its_batch(impl, dtype, D, window, is_
     out, lse = run(impl, batch, *inputs, *sinks, deterministic=True)
     gradients = torch.autograd.grad(out, inputs, dout)
     for b, rows, keys in batch.samples():
-        alone = dataclasses.replace(batch, rows=(rows.stop - rows.start,), keys=(keys.stop - keys.start,),
-                                    seqused_q=None, seqused_k=None)
+        own = dict(rows=(rows.stop - rows.start,), keys=(keys.stop - keys.start,))
+        alone = dataclasses.replace(batch, **own, **{} if is_packed else dict(seqused_q=own["rows"],
+                                                                              seqused_k=own["keys"]))
         mine = [x[b:b + 1, :, part].detach().clone().requires_grad_()
                 for x, part in ((q, rows), (k, keys), (v, keys))]
         got = run(impl, alone, *mine, *sinks, deterministic=True)
@@ -434,20 +434,14 @@ WINDOWS = [torch.tensor([7, 3]), (torch.tensor(7), 3), numpy.array([7, 3])]
 @pytest.mark.parametrize("window", WINDOWS, ids=repr)
 def test_window_size_is_whatever_unpacks_into_two_ints(window):
     """flash-attn's own tests draw it with torch.randint, and make (window_size[0], 0) of it for causal attention."""
-    q, k, v = (torch.randn(2, 20, 4, 40, device=DEVICE) for _ in "qkv")
-    heads_first, packed = [x.transpose(1, 2) for x in (q, k, v)], [x.flatten(0, 1) for x in (q, k, v)]
-    want = reference_attention(*(x.double() for x in heads_first), window_size=(7, 3)).transpose(1, 2)
-    calls = {"func": (q, k, v), "with_kvcache": (q, k, v),
-             "varlen_func": (*packed, *[ints(0, 20, 40, device=DEVICE)] * 2)}
-    for name, arguments in calls.items():
-        got = getattr(minimal_attn, f"flash_attn_{name}")(*arguments, window_size=window)
-        close(got.view(want.shape), want, TOLERANCE[torch.float32])
+    q, k, v = (torch.randn(2, 4, 20, 40, device=DEVICE) for _ in "qkv")
+    want = reference_attention(*(x.double() for x in (q, k, v)), window_size=(7, 3))
     for call in (flash_attention, reference_attention, minimal_attn.attention_with_kvcache):
-        close(call(*heads_first, window_size=window).transpose(1, 2), want, TOLERANCE[torch.float32])
-    assert minimal_attn.which_kernel(*heads_first, window_size=window)
-    module, x = FlashMHA(160, 4, window_size=window, device=DEVICE), q.flatten(2)
-    got, module.window_size = module(x), (7, 3)
-    assert_close(got, module(x))
+        close(call(q, k, v, window_size=window), want, TOLERANCE[torch.float32])
+    for call in (minimal_attn.flash_attn_func, minimal_attn.flash_attn_with_kvcache):
+        got = call(*(x.transpose(1, 2) for x in (q, k, v)), window_size=window)
+        close(got.transpose(1, 2), want, TOLERANCE[torch.float32])
+    assert minimal_attn.which_kernel(q, k, v, window_size=window)
 
 
 @each_impl

@@ -131,6 +131,8 @@ def test_unsupported_fp8_and_descales_raise():
     for backend in ("cuda", "torch"):
         with pytest.raises(TypeError, match="q is torch.float8_e5m2"):
             flash_attention(q, k, v, backend=backend)
+    with pytest.raises(ValueError, match="attn_bias cannot be given with float8 inputs, and q is torch.float8_e5m2"):
+        flash_attention(q, k, v, attn_bias=torch.ones(20, 20, dtype=torch.bool, device=DEVICE), backend="reference")
     with pytest.raises(TypeError, match="dtypes must match"):
         flash_attention(q, k.to(torch.float8_e4m3fn), v, backend="triton")
     for error, bad in (TypeError, 1.0), (TypeError, descales["q_descale"].double()), (ValueError, torch.ones(1, 2)):

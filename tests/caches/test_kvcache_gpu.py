@@ -124,21 +124,6 @@ def test_graph_serves_other_lengths_and_tables(backend):
         batch.change()
 
 
-def test_streams_do_not_share_counters():
-    batches = [Batch(seed) for seed in range(4)]
-    wanted = [batch.attend() for batch in batches]
-    streams = [torch.cuda.Stream() for _ in batches]
-    torch.cuda.synchronize()
-    got = []
-    for _ in range(50):
-        for batch, stream in zip(batches, streams):
-            with torch.cuda.stream(stream):
-                got.append(batch.attend())
-    torch.cuda.synchronize()
-    for i, results in enumerate(got):
-        assert_same_bits(results, wanted[i % len(batches)])
-
-
 def test_graphs_on_two_streams_do_not_share_counters():
     """Both graphs are captured on one stream, beside calls without a graph."""
     batches = [Batch(seed) for seed in (5, 6)]

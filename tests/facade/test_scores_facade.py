@@ -32,15 +32,6 @@ def test_no_rows_or_keys(Sq, Sk, impl):
     assert torch.autograd.grad(out.sum(), bias)[0].shape == bias.shape
 
 
-def test_float8_by_the_reference():
-    q, k, v = (x.to(torch.float8_e4m3fn) for x in inputs())
-    scores = dict(softcap=2.0, alibi_slopes=slopes(H))
-    want = reference_attention(q.float(), k.float(), v.float(), **scores).bfloat16()
-    assert flash_attention(q, k, v, backend="reference", **scores).equal(want)
-    with pytest.raises(ValueError, match="attn_bias cannot be given with float8 inputs, and q is torch.float8_e4m3fn"):
-        flash_attention(q, k, v, attn_bias=mask(7, 9), backend="reference")
-
-
 # Which backend serves them.
 
 GIVEN = {"softcap": 2.0, "alibi_slopes": slopes(H), "attn_bias": mask(7, 9)}
