@@ -42,8 +42,9 @@ def test_seq_lens_under_capture_are_clamped(backend, dtype):
         flash_attention(q, k, v, seq_lens=seq_lens, backend=backend)
 
     def attend():
-        with pytest.raises(ValueError, match="pass a GPU tensor"):
-            flash_attention(q, k, v, seq_lens=[200, 7, 64], backend=backend)
+        for on_host in ([200, 7, 64], torch.tensor([200, 7, 64])):
+            with pytest.raises(ValueError, match="pass a GPU tensor"):
+                flash_attention(q, k, v, seq_lens=on_host, backend=backend)
         return flash_attention(q, k, v, True, seq_lens=seq_lens, backend=backend)
 
     graph, out = captured(attend, warm_up=lambda: flash_attention(q, k, v, backend=backend))
@@ -77,7 +78,8 @@ def test_bits_of_a_full_gpu(impl, backend, dtype, D, Sk, causal):
 @each_kernel
 @pytest.mark.parametrize("H, Hk", [(16, 1), (12, 4)])
 def test_batch_invariance_of_gradients(backend, dtype, H, Hk):
-    """Gradients depend neither on how many samples and heads there are, nor on the padding; query heads that share keys are split."""
+    """Gradients depend neither on how many samples and heads there are, nor on the padding. Query heads that share keys
+    are split."""
     case = Case("samples", B=6, H=H, Hk=Hk, Sq=700, Sk=700, D=64)
     q, k, v = (x.requires_grad_() for x in make_inputs(case, dtype, "cuda"))
     dout, seq_lens = torch.randn_like(q), (700, 200, 60, 1, 700, 400)

@@ -47,12 +47,9 @@ def seeded():
     torch.manual_seed(0)
 
 
-def gpu_only(cases):
-    return [pytest.param(case, marks=pytest.mark.gpu) for case in cases]
-
-
 @each_dtype
-@pytest.mark.parametrize("shape", SHAPES + EMPTY_SHAPES + gpu_only(LARGE_SHAPES), ids=str)
+@pytest.mark.parametrize("shape", SHAPES + EMPTY_SHAPES + [
+    pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE_SHAPES], ids=str)
 def test_shapes(shape, dtype, poisoned_outputs):
     """Between NaN before and behind both operands, rows aligned as far as their length allows."""
     m, n, k = shape

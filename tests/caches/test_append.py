@@ -275,7 +275,6 @@ def test_many_drawn_appends(backend, seed):
     check_drawn_appends(backend, seed, 300)
 
 
-
 # Places that are not there.
 
 def placed(backend, dtype, **change):

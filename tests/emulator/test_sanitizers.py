@@ -92,7 +92,7 @@ PARTS = {"driver": {None: 1, "memcheck": 2, "synccheck": 2, "racecheck": 8},
     for tool, parts in tools.items() for part in range(parts)])
 def test_compute_sanitizer(name, tool, part, parts, driver):
     """racecheck runs the forward pass of Hopper's kernels alone. In the backward pass the lanes of a warp write, meet
-    by __syncwarp, and one of them arrives at an mbarrier for all. racecheck of CUDA 13.0 does not follow that order, and
+    by __syncwarp, and one of them arrives at an mbarrier for all. racecheck of CUDA 13.0 does not follow that order. It
     reports what the 31 others have written. test_emulator.py leaves out each of these statements."""
     options = {"memcheck": ["--padding=512"]}.get(tool, [])  # where one allocation begins another one may end
     command = [cuda_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode=1", *options] if tool else []

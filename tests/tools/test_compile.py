@@ -27,28 +27,12 @@ FILES = sorted(file.relative_to(ROOT / "csrc").as_posix() for file in (ROOT / "c
 TARGETS = "75", "80,86", "90a", "120"  # nvcc makes the same PTX for sm_86 as for sm_80
 # CI compiles for Hopper alone, and leaves out those that take most of a minute.
 LONG = "flash.cu", "simt/flash_bwd.cu", "sm80/flash_sm80.cu", "sm80/flash_bwd_sm80.cu"
-# (file, kind of its kernel): how many bytes of stack, and of spills, a kernel may have where it is not none. These use
-# all their registers and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S and
-# dP fill them, in the forward pass the rounds of Philox, or the addresses of a bias, come on top.
-SPILLS = {("sm80/flash_bwd_sm80.cu", "dense"): 96,  # on sm_120; 12 on sm_90
-          ("sm80/flash_bwd_sm80.cu", "dropout"): 136,  # on sm_90
-          ("sm80/flash_bwd_sm80.cu", "scores"): 136,
-          ("sm80/flash_sm80.cu", "dense"): 32,  # on sm_90, before and after the loop
-          ("sm80/flash_sm80.cu", "dropout"): 112,  # on sm_120
-          ("sm80/flash_sm80.cu", "scores"): 288,  # at head_dim 128, where a bias is read by the element
-          ("sm90/flash_sm90.cu", "dense"): 16,  # three numbers of the mask at head_dim 64, not read in full blocks
-          ("cache/prefill_sm90.cu", "dense"): 16,  # the same
-          ("sm90/mods/flash_dropout_sm90.cu", "dropout"): 32,  # the same, and the words of a row
-          ("sm90/mods/flash_mods_sm90.cu", "scores"): 80,
-          ("sm90/bwd/flash_bwd_sm90.cu", "dense"): 16,  # after the loop
-          ("sm90/bwd/flash_bwd_sm90.cu", "scores"): 16,
-          ("simt/flash_bwd_bias.cu", "dense"): 120,
-          ("cache/decode.cu", "dense"): 48,  # at head_dim 128 and 32 rows, outside of the steps of a run
-          ("flash.cu", "dense"): 136}      # on sm_120, in fp32
-
-# Files with the forward pass on Hopper, and the kind of their kernels.
-FORWARD_SM90 = {"sm90/flash_sm90.cu": "dense", "cache/prefill_sm90.cu": "dense",
-                "sm90/mods/flash_dropout_sm90.cu": "dropout", "sm90/mods/flash_mods_sm90.cu": "scores"}
+# How many bytes of stack, and of spills, a kernel of a file may have where it is not none. These use all their registers
+# and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S and dP fill them, in the
+# forward pass the rounds of Philox, or the addresses of a bias, come on top.
+SPILLS = {"sm80/flash_bwd_sm80.cu": 136, "sm80/flash_sm80.cu": 288, "sm90/flash_sm90.cu": 16,
+          "cache/prefill_sm90.cu": 16, "sm90/mods/flash_dropout_sm90.cu": 32, "sm90/mods/flash_mods_sm90.cu": 80,
+          "sm90/bwd/flash_bwd_sm90.cu": 16, "simt/flash_bwd_bias.cu": 120, "cache/decode.cu": 48, "flash.cu": 136}
 
 # The instruction a 16-bit product becomes, by compute capability.
 MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -103,23 +87,9 @@ def test_cuda_kernels_do_not_spill(file, target, tmp_path):
     memory = re.findall(r"Function properties for (\w+)\s+(\d+ bytes stack frame, .*)", done.stdout)
     assert {code for _, code in kernels} == set(codes) and len(memory) >= len(kernels), done.stdout
     spills = [f"{name}: {use}" for name, use in memory
-              if max(map(int, re.findall(r"(\d+) bytes", use))) > SPILLS.get((file, kind_of(file, name)), 0)]
+              if max(map(int, re.findall(r"(\d+) bytes", use))) > SPILLS.get(file, 0)]
     assert not spills, "\n".join(spills)
     assert "serialized" not in done.stdout, done.stdout  # ptxas, of wgmma that it could not let run on
-
-
-def kind_of(file, name):
-    """The kind of the kernel of this mangled name: "dense", "dropout", "scores" or one of FORWARD_SM90. It follows from
-    the file, or from the first and the last bool among the template's arguments."""
-    if file in FORWARD_SM90:
-        return FORWARD_SM90[file]
-    flags = re.findall(r"Lb([01])E", name)
-    if file == "sm90/bwd/flash_bwd_wide_sm90.cu":  # scores are never changed
-        return "dropout" if flags[:1] == ["1"] else "dense"
-    if flags and flags[-1] == "1":
-        return "scores"
-    has_dropout = flags and flags[0] == "1" and ("sm80" in file or file == "sm90/bwd/flash_bwd_sm90.cu")
-    return "dropout" if has_dropout else "dense"
 
 
 def printed(directory, *arguments):
