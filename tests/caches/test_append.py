@@ -193,7 +193,8 @@ def case_of(name):
     return next(x for x in CASES if x.name == name)
 
 
-OF_KERNELS = "decode", "packed_pages", "mixed", "rotary_in_part", "rotary_packed", "interleaved", "leftpad_batch_idx"
+OF_KERNELS = ("decode", "packed_pages", "mixed", "rotary_in_part", "rotary_packed", "rotary_of_q_stands_still",
+              "interleaved", "leftpad_batch_idx")
 
 
 def is_in_gate(backend, case):
