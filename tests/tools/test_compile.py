@@ -27,9 +27,9 @@ FILES = sorted(file.relative_to(ROOT / "csrc").as_posix() for file in (ROOT / "c
 TARGETS = "75", "80,86", "90a", "120"  # nvcc makes the same PTX for sm_86 as for sm_80
 # CI compiles for Hopper alone, and leaves out those that take most of a minute.
 LONG = "flash.cu", "simt/flash_bwd.cu", "sm80/flash_sm80.cu", "sm80/flash_bwd_sm80.cu"
-# How many bytes of stack, and of spills, a kernel of a file may have where it is not none. These use all their registers
-# and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S and dP fill them, in the
-# forward pass the rounds of Philox, or the addresses of a bias, come on top.
+# How many bytes of stack, and of spills, a kernel of a file may have where it is not none. These use all their
+# registers and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S and dP fill
+# them, in the forward pass the rounds of Philox, or the addresses of a bias, come on top.
 SPILLS = {"sm80/flash_bwd_sm80.cu": 136, "sm80/flash_sm80.cu": 288, "sm90/flash_sm90.cu": 16,
           "cache/prefill_sm90.cu": 16, "sm90/mods/flash_dropout_sm90.cu": 32, "sm90/mods/flash_mods_sm90.cu": 80,
           "sm90/bwd/flash_bwd_sm90.cu": 16, "simt/flash_bwd_bias.cu": 120, "cache/decode.cu": 48, "flash.cu": 136}

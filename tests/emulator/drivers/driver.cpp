@@ -1,8 +1,8 @@
 // The kernels of csrc on small cases and without torch, for tools that see more of a program of its own: ASan, UBSan
 // and TSan on the CPU, compute-sanitizer on the GPU, the emulator. Every buffer is an allocation with nothing to spare;
 // every result is compared with attention in double precision (driver_reference.h). The cases are in driver_cases.h.
-// test_sanitizers.py builds and runs this for the CPU and the GPU, test_emulator.py for the emulator. The options are in
-// driver_common.h:
+// test_sanitizers.py builds and runs this for the CPU and the GPU, test_emulator.py for the emulator. The options are
+// in driver_common.h:
 //
 //   g++ -std=c++20 -pthread -Icsrc tests/emulator/drivers/driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu ...
 //
