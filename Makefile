@@ -2,7 +2,7 @@
 # make test: run the tests that take seconds, on all cores (WORKERS=... processes): about 5 minutes on two cores
 # make test-all: run all tests
 # make gpu-record: run all tests that one GPU has a part in, and write tests/gpu_record/; some of them: PARTS="caches tools"
-# make campaign: run tests/campaign.py (long draws of shapes, every fault) and what CI leaves out of long grids
+# make campaign: run long draws of shapes, every fault that the emulator can see, and what CI leaves out of long grids
 # make wheel: build dist/*.whl for every torch from 2.11 on, with nvcc of CUDA 13: about an hour of one core
 # make docs: write the tables, pictures and pages of README.md and docs/ from benchmarks/h200/*.json
 # make report: print every recorded ratio of speeds beside its goal
@@ -32,8 +32,7 @@ demo: packages
 # Slow tests carry the marker `slow`. `make test` fails a test that has no time limit of its own after 60 s, and the whole
 # run after 1800 s, which leaves room for a slower machine.
 test: SELECT = -m "not slow" --timeout 60 --session-timeout 1800
-test: export MINIMAL_ATTN_GATE = 1
-campaign: SELECT = -m campaign -o python_files="test_*.py campaign.py"
+campaign: SELECT = -m campaign
 
 TESTS = tests
 SELECT =

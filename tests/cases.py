@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES, WITHOUT_DROPOUT
@@ -113,6 +113,7 @@ CASES = [
     Case("dropout", B=2, Sq=70, Sk=90, dropout_p=0.1),
     Case("dropout_causal_gqa", B=2, H=4, Hk=2, Sq=90, Sk=75, D=128, causal=True, dropout_p=0.5),
     Case("dropout_seq_lens", B=3, Sq=75, Sk=75, D=40, seq_lens=(1, 64, 75), dropout_p=0.3, layout="slice"),
+    Case("dropout_all", Sq=20, Sk=20, causal=True, dropout_p=1.0),
     Case("S1000", H=1, Hk=1, Sq=1000, Sk=1000, causal=True),
     Case("S4096_keys", H=1, Hk=1, Sq=33, Sk=4096, causal=True),
     Case("S4096_queries", H=1, Hk=1, Sq=4096, Sk=33),
@@ -162,7 +163,7 @@ BACKWARD_TILE_CASES = [
 # Cases that `make test` runs: one of each kind, which takes little time.
 GATE = {"S1", "S129_causal", "D255", "one_key", "more_queries_causal", "gqa", "mqa", "seq_lens", "seq_lens_gqa",
         "slice", "odd_D17", "aligned_rows_odd_D", "k_bshd_v_bhsd", "expanded", "sm_scale_negative", "tiny",
-        "dropout_seq_lens"}
+        "dropout_seq_lens", "dropout_all"}
 
 
 # Marks of what .ci/run leaves to `make campaign`.
@@ -172,6 +173,27 @@ CAMPAIGN = pytest.mark.slow, pytest.mark.campaign
 def slow_unless(is_in_gate, is_in_ci=True):
     """Marks of a parameter, of which `make test` or else .ci/run has some."""
     return () if is_in_gate else pytest.mark.slow if is_in_ci else CAMPAIGN
+
+
+def each_seed(test):
+    """Draws for `make campaign`, where the other tests of their file have a few."""
+    for mark in (*CAMPAIGN, pytest.mark.timeout(1800), pytest.mark.parametrize("seed", range(100, 116))):
+        test = mark(test)
+    return test
+
+
+def check_drawn(check, seed, max_examples, /, **strategies):
+    """Calls check with values of these strategies, the same ones for the same seed."""
+    settings = hypothesis.settings(max_examples=max_examples, database=None, deadline=None,
+                                   suppress_health_check=list(hypothesis.HealthCheck))
+    hypothesis.seed(seed)(settings(hypothesis.given(**strategies)(check)))()
+
+
+def head_dims_of(impl):
+    """All that an implementation serves."""
+    if impl in OF_16_BITS:
+        return range(8, 257, 8)
+    return range(4, 129, 4) if impl in ON_TENSOR_CORES else range(1, 257)
 
 
 def dtypes_of(impl):
@@ -187,8 +209,8 @@ def is_fast(impl, dtype):
 def dtype_params(impls):
     """Parameters (impl, dtype) for all that an implementation serves."""
     return [pytest.param(impl, dtype, id=f"{impl}-{dtype}".replace("torch.", ""),
-                         marks=slow_unless(is_fast(impl, dtype)))
-            for impl in impls for dtype in dtypes_of(impl) if serves(impl, Case("any"), dtype)]
+                         marks=slow_unless(is_fast(impl, dtype))) for impl in impls for dtype in dtypes_of(impl)
+            if serves(impl, Case("any"), dtype)]
 
 
 def compiler_for(impl):
@@ -292,17 +314,6 @@ def check_lse(lse, ref):
     # A small lse may be the sum of large products that cancel: these round at the size of the largest.
     atol = 3e-6 + 5e-7 * ref[~empty].abs().amax().item() if not empty.all() else 0
     torch.testing.assert_close(lse[~empty].double(), ref[~empty], rtol=2e-6, atol=atol)
-
-
-@st.composite
-def drawn_cases(draw, impl, head_dims, longest):
-    some, length = st.integers(1, 3 if HAS_GPU else 2), st.integers(1, longest)
-    Hk, group, Sq, B, D = draw(some), draw(some), draw(length), draw(some), draw(head_dims)
-    B *= -(-200 // (Hk * group * Sq * D))  # the largest error of a handful of numbers is a matter of luck
-    seq_lens = draw(st.none() | st.lists(st.integers(1, Sq), min_size=B, max_size=B).map(tuple))
-    layouts = [x for x in LAYOUTS if x not in ("odd", "ragged") or impl not in ON_TENSOR_CORES]
-    return Case("drawn", B, Hk * group, Hk, Sq, Sq if seq_lens else draw(length), D, draw(st.booleans()), seq_lens,
-                layout=draw(st.sampled_from(layouts)), expand=draw(st.booleans()))
 
 
 def close(got, want, tolerance):

@@ -1,19 +1,15 @@
 """dq, dk and dv of every differentiable implementation against fp64, over the cases of the forward pass."""
 
-import dataclasses
 import functools
 import math
 
-import hypothesis
 import pytest
 import torch
 import torch.utils.checkpoint
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import minimal_attn
-from cases import (BACKWARD_TILE_CASES, CASES, GATE, Case, base, check_error, drawn_cases, dtype_params, dtypes_of,
-                   exact, is_fast, make_inputs, make_tensor, mask_of, options, serves, slow_unless)
+from cases import (BACKWARD_TILE_CASES, CASES, GATE, Case, base, check_error, dtype_params, dtypes_of, exact,
+                   is_fast, make_inputs, make_tensor, mask_of, options, serves, slow_unless)
 from conftest import FORWARD_ONLY, HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
 from minimal_attn import flash_attention
 from minimal_attn.options import Options
@@ -80,7 +76,7 @@ def check(case, got, q, k, v, dout, factor=3, mean_factor=2):
     # Where a row sees one key alone, dP and delta are equal: what is left of dq and dk is how their sums rounded, in dk
     # row by row; with dropout also how out did, which is then no longer v.
     largest = dout.double().abs().sum(-1).max() * v.double().abs().max() * q.double().abs().max()
-    unit = torch.finfo(q.dtype).eps / (1 - case.dropout_p) if case.dropout_p else 2**-24
+    unit = torch.finfo(q.dtype).eps / max(1 - case.dropout_p, 2**-15) if case.dropout_p else 2**-24
     rounding = unit * scale * case.Sq**0.5 * largest
     based = gradients(lambda *qkv: base(case, *qkv), q, k, v, dout)
     for x, ref, *bases in zip(got, by_fp64(case, q, k, v, dout), based, by_hand(case, q, k, v, dout)):
@@ -135,35 +131,6 @@ def test_against_fp64(impl, dtype, case, poisoned_outputs):
         check(case, gradients(by(impl, case), q, k, v, dout), q, k, v, dout)
 
 
-def of_empty_rows(x, value, causal):
-    """x with a value in the 20 rows that see no key under the mask."""
-    x = x.clone()
-    x[:, :, :20 if causal else 0] = value
-    return x
-
-
-@each_kernel
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradient_through_lse(impl, dtype, causal):
-    """Alone, and beside that of out. What dout and dlse hold in rows that see no key has no say."""
-    case = Case("lse", H=4, Sq=70, Sk=50, causal=causal)  # with a mask, 20 rows see no key
-    q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
-    close = dict(rtol=1e-5, atol=4e-6) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
-    dlse = torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(2)).to(q.device)
-    exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    for weights in ((dout, dlse), (torch.zeros_like(dout), dlse)):
-        both = flash_attention(q, k, v, causal, return_lse=True, backend=IMPLEMENTATIONS[impl][0])
-        ref = torch.autograd.grad(exact(case, *exact_inputs), exact_inputs,
-                                  [of_empty_rows(x, 0, causal).double() for x in weights])
-        # NaN, as merging partial results by their lse gives them.
-        got = torch.autograd.grad(both, (q, k, v), [of_empty_rows(x, torch.nan, causal) for x in weights])
-        for x, y in zip(got, ref):
-            torch.testing.assert_close(x.double(), y, **close)
-    lse = flash_attention(q, k, v, causal, return_lse=True, backend=IMPLEMENTATIONS[impl][0])[1]
-    for x, y in zip(torch.autograd.grad(lse, (q, k), of_empty_rows(dlse, 0, causal)), ref):
-        torch.testing.assert_close(x.double(), y, **close)
-
-
 @each_kernel_and_dtype
 def test_dout_of_any_strides_and_dlse(impl, dtype):
     """Expanded, as .sum() makes them, transposed, with rows that are not contiguous, and from anywhere in memory."""
@@ -204,29 +171,6 @@ def test_deterministic_gives_the_same_bits(impl, dtype, D, causal, dropout_p, ha
         assert all(map(torch.equal, first, gradients(by(impl, case), *inputs)))
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("needed, sides", [("q", ["q"]), ("k", ["kv"]), ("v", ["kv"]), ("qkv", ["kv", "q"])])
-def test_twin_launches_only_needed_kernels(monkeypatch, needed, sides, compiled):
-    """One of the two Triton kernels owns the keys and one the rows."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    from triton_ref import attention_bwd, launching
-
-    torch.compiler.reset()
-    launched, launch = [], launching.Launch.__call__
-    sides_of = {attention_bwd._flash_bwd_kv: "kv", attention_bwd._flash_bwd_q: "q"}
-
-    def record(self, *args):
-        launched.extend(filter(None, [sides_of.get(self.function)]))
-        launch(self, *args)
-
-    monkeypatch.setattr(launching.Launch, "__call__", record)
-    case = Case("needed", H=2, Hk=1, Sq=20, Sk=24)
-    *qkv, dout = make_all(case, torch.float32, IMPLEMENTATIONS["triton"][1])
-    call = torch.compile(by("triton", case), fullgraph=True, backend="aot_eager") if compiled else by("triton", case)
-    call(*(x.requires_grad_(name in needed) for name, x in zip("qkv", qkv))).backward(dout)
-    assert launched == sides
 
 
 @each_kernel
@@ -279,34 +223,6 @@ def test_gradients_of_minus_infinite_scores_are_finite(impl, dtype, case, hidden
     k.detach()[:, :, hidden, 0] = -torch.inf
     function = functools.partial(flash_attention, backend=backend, **options(case, device))
     assert_finite_where_math_is(function, case, q, k, v, dout)
-
-
-@pytest.mark.parametrize("impl, dtype", [*KERNELS_AND_DTYPES,
-                                         pytest.param("reference", torch.float32, id="reference")])
-@pytest.mark.parametrize("case, junk", [
-    (Case("lengths", B=3, H=4, Hk=2, Sq=40, Sk=40, seq_lens=(17, 40, 1)), torch.inf),
-    (Case("causal", B=3, H=4, Hk=2, Sq=70, Sk=70, seq_lens=(37, 64, 1), causal=True), torch.nan),
-    (Case("dropout", B=2, Sq=40, Sk=40, seq_lens=(17, 1), dropout_p=0.3), torch.nan),
-    (Case("empty_rows", B=2, Sq=40, Sk=25, causal=True), torch.nan)], ids=str)
-def test_padding_and_empty_rows_reach_nothing(impl, dtype, case, junk):
-    backend, device = IMPLEMENTATIONS.get(impl, ("reference", "cpu"))
-    q, k, v, dout = make_all(case, dtype, device)
-    function = functools.partial(flash_attention, backend=backend, return_lse=True, deterministic=True,
-                                 **options(case, device))
-    is_row = function(q, k, v)[1].detach() != -torch.inf
-    dlse = torch.randn(is_row.shape, generator=torch.Generator().manual_seed(2)).to(device).masked_fill(~is_row, junk)
-    dout = dout.masked_fill(~is_row[..., None], junk)
-
-    def results():
-        out, lse = function(q, k, v)
-        return out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-
-    clean = results()
-    assert all(x.isfinite().all() for x in (clean[0], *clean[2:]))
-    q.detach()[~is_row] = junk
-    for b, n in enumerate(case.seq_lens or ()):
-        k.detach()[b, :, n:] = v.detach()[b, :, n:] = junk
-    assert all(map(torch.equal, results(), clean))
 
 
 @each_kernel
@@ -478,34 +394,6 @@ def test_classic_attention_has_a_derivative(dtype, causal, BM, BN):
     case = Case("classic", Sq=70, Sk=70, causal=causal)
     q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS["triton"][1])
     check(case, gradients(lambda q, k, v: attention(q, k, v, causal, None, BM, BN), q, k, v, dout), q, k, v, dout)
-
-
-LONGEST = 300 if HAS_GPU else 80
-
-
-def check_drawn_cases(impl, seed, max_examples, head_dims, dtypes):
-    """Cases with a head_dim and a dtype of these, the same ones for the same seed."""
-    @hypothesis.seed(seed)
-    @settings(max_examples=max_examples, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(case=drawn_cases(impl, st.sampled_from(head_dims), LONGEST), dtype=st.sampled_from(dtypes),
-           dropout_p=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
-           deterministic=st.booleans())
-    def check_drawn(case, dtype, dropout_p, deterministic):
-        case = dataclasses.replace(case, dropout_p=dropout_p)
-        q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS[impl][1])
-        torch.use_deterministic_algorithms(deterministic)
-        # One of hundreds of small cases had an error of 3.4 times the yardstick.
-        check(case, gradients(by(impl, case), q, k, v, dout), q, k, v, dout, factor=4)
-
-    check_drawn()
-
-
-# campaign.py draws the head_dims and dtypes as well; each pair is other kernels for Triton to compile.
-@pytest.mark.parametrize("impl, dtype, D", [
-    pytest.param(*x.values, D, id=f"{x.id}-{D}", marks=slow_unless(D == 40 and (HAS_GPU or x.id != "triton")))
-    for x in KERNELS_AND_DTYPES for D in (40, 128) if x.id != "triton" or D == 40])
-def test_drawn_shapes(impl, dtype, D, poisoned_outputs):
-    check_drawn_cases(impl, seed=D, max_examples=3 if impl == "triton" else 6, head_dims=[D], dtypes=[dtype])
 
 
 @pytest.mark.gpu

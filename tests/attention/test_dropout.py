@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cases import SEED, check_lse, needs_fp8, slow_unless
+from cases import SEED
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, WITHOUT_DROPOUT, captured
 from minimal_attn import available_backends, flash_attention, flash_attn_func, force_kernel, reference_attention
 from minimal_attn.options import Lengths
@@ -16,8 +15,6 @@ from minimal_attn.reference.scores import visible_keys
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 each_backend = pytest.mark.parametrize("backend", available_backends())
-# These form the scores, in fp64 as well. Kernels by name are at the end of this file.
-FORM_SCORES = ["torch", "reference"]
 # Kernels with tensor cores run in both of their dtypes; kernels without dropout are left out.
 IMPLS = [impl for impl in IMPLEMENTATIONS if impl not in WITHOUT_DROPOUT]
 each_impl = pytest.mark.parametrize("impl, dtype", [
@@ -38,15 +35,6 @@ def qkv(B=2, H=4, Hk=2, Sq=21, Sk=35, D=16, dtype=torch.float64, device=DEVICE):
 def drop(q, k, v, dropout_p, backend, seed=SEED, **options):
     seed = seed if isinstance(seed, torch.Tensor) else seed_of(seed, q.device)
     return flash_attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, backend=backend, **options)
-
-
-def probabilities(q, k, v, *args, **kwargs):
-    """(B, H, Sq, Sk): attention to the unit vectors."""
-    eye = torch.eye(k.shape[-2], device=DEVICE, dtype=q.dtype).expand(*k.shape[:2], -1, -1)
-    pad = k.shape[-2] - q.shape[-1]  # columns of zeros change no score
-    scale = 1 / math.sqrt(q.shape[-1])
-    q, k = (torch.nn.functional.pad(x, (0, pad)) for x in (q, k))
-    return reference_attention(q, k, eye, kwargs.pop("causal", False), scale, *args, **kwargs)
 
 
 @pytest.mark.parametrize("counter, key, answer", [
@@ -101,27 +89,11 @@ def test_keep_mask_of_a_part():
                                for i in range(20)] for h in range(2)]]
 
 
-@pytest.mark.parametrize("dropout_p", [1e-3, 0.1, 0.5, 0.999])
-def test_keep_mask_has_the_rate(dropout_p):
-    kept = keep_mask(seed_of(), dropout_p, 2, 4, 256, 256, DEVICE)
-    for part in kept, kept[:, :, ::16, 1::16]:  # all, and one of the eight numbers
-        sigma = math.sqrt(dropout_p * (1 - dropout_p) / part.numel())
-        assert abs(part.double().mean().item() - (1 - dropout_p)) < 5 * sigma
-
-
 def test_keep_mask_of_0_and_1():
     assert keep_mask(seed_of(), 0.0, 2, 2, 64, 64, DEVICE).all()
     assert not keep_mask(seed_of(), 1.0, 2, 2, 64, 64, DEVICE).any()
     assert [keep_count(p) for p in (0.0, 0.5, 0.75, math.nextafter(1, 0), 1.0)] == [2**15, 2**14, 2**13, 0, 0]
     assert keep_scale(0.75) == 4 and keep_scale(0.1) == 2**15 / (2**15 - 3277) and keep_scale(1.0) == 0
-
-
-def test_keep_mask_differs_by_seed_head_and_batch():
-    seeds = [0, 1, 2, 2**32, 2**63 - 1, -1]  # the high half counts as well
-    masks = torch.cat([keep_mask(seed_of(seed), 0.5, 2, 3, 32, 64, DEVICE) for seed in seeds]).flatten(0, 1)
-    agreement = (masks[:, None] == masks).double().mean((-1, -2))
-    others = agreement[~torch.eye(len(masks), dtype=torch.bool, device=DEVICE)]
-    assert (others - 0.5).abs().max() < 5.5 * 0.5 / math.sqrt(32 * 64)  # 630 pairs
 
 
 @each_backend
@@ -133,19 +105,6 @@ def test_dropout_p_is_rounded(backend, dropout_p):
     assert keep.all() if dropout_p == 2**-16 else not keep.all()
     want = keep.double() @ v.double() / 256 * keep_scale(dropout_p)
     torch.testing.assert_close(drop(q, k, v, dropout_p, backend).double(), want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", FORM_SCORES)
-@pytest.mark.parametrize("dropout_p, options", [(0.5, {}), (0.1, {"causal": True}), (1.0, {"seq_lens": [9, 30]}),
-                                                (0.3, {"causal": True, "seq_lens": [9, 30]})], ids=str)
-def test_dropout_after_softmax(backend, dropout_p, options):
-    """By the definition. The kernels are compared with the reference below."""
-    q, k, v = qkv(Sq=30, Sk=30)
-    p = probabilities(q, k, v, **options)
-    keep = keep_mask(seed_of(), dropout_p, *p.shape, DEVICE)
-    out, lse = drop(q, k, v, dropout_p, backend, **options, return_lse=True)
-    torch.testing.assert_close(out, p * keep * keep_scale(dropout_p) @ v.repeat_interleave(2, 1))
-    torch.testing.assert_close(lse, reference_attention(q, k, v, **options, return_lse=True)[1])
 
 
 def test_dropout_in_flash_attn_func_and_reference():
@@ -163,23 +122,6 @@ def test_dropout_in_flash_attn_func_and_reference():
     assert out.equal(want.transpose(1, 2)) and lse.equal(want_lse) and probs is None
 
 
-def test_fp8_on_the_reference():
-    q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv(dtype=torch.float32))
-    options = {"dropout_p": 0.3, "dropout_seed": seed_of()}
-    out = flash_attention(q, k, v, **options, backend="reference")
-    assert out.equal(reference_attention(q.float(), k.float(), v.float(), **options).bfloat16())
-    with pytest.raises(TypeError, match="Unsupported dtype: q is torch.float8_e4m3fn"):
-        flash_attention(q, k, v, **options, backend="torch")
-
-
-@pytest.mark.parametrize("backend", FORM_SCORES)
-@pytest.mark.parametrize("dropout_p", [0.3, 1.0])
-def test_gradients(backend, dropout_p):
-    inputs = [x.requires_grad_() for x in qkv(B=1, H=2, Hk=1, Sq=5, Sk=7, D=3)]
-    attend = lambda *qkv: drop(*qkv, dropout_p, backend, causal=True, return_lse=True)  # noqa: E731
-    assert torch.autograd.gradcheck(attend, inputs)
-
-
 @each_backend
 def test_seed_is_drawn_by_torch_manual_seed(backend):
     inputs = qkv(dtype=torch.float32)
@@ -191,28 +133,6 @@ def test_seed_is_drawn_by_torch_manual_seed(backend):
     assert draw().equal(first) and draw().equal(second)
     torch.manual_seed(7)
     torch.testing.assert_close(reference_attention(*inputs, dropout_p=0.5), first)
-
-
-@pytest.mark.parametrize("backend, dynamic", [
-    *((name, False) for name in available_backends()),
-    *(pytest.param(name, True, marks=slow_unless(False, name == "cuda")) for name in available_backends())])
-def test_compiles_as_one_graph(backend, dynamic):
-    """One for all seeds, forward and backward, and with dynamic shapes for all lengths."""
-    torch.compiler.reset()
-    attend = lambda q, k, v, seed: flash_attention(q, k, v, True, dropout_p=0.25, dropout_seed=seed,  # noqa: E731
-                                                   deterministic=True, return_lse=True, backend=backend)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, fullgraph=True, backend=counter, dynamic=dynamic)
-    counts = set()
-    for Sq in (21, 40) if dynamic else (21,):
-        inputs = [x.requires_grad_() for x in qkv(H=2, Hk=1, Sq=Sq, dtype=torch.float32)]
-        for seed in range(2):
-            got, want = (call(*inputs, seed_of(seed)) for call in (compiled, attend))
-            counts.add(counter.frame_count)
-            torch.testing.assert_close(got, want)
-            torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), inputs) for out, _ in (got, want)))
-    # Dynamo may begin anew in the first call, once it knows that a default is a constant: fullgraph allows no break.
-    assert len(counts) == 1
 
 
 def test_compiled_call_draws_a_seed_each_time():
@@ -245,15 +165,6 @@ def test_seed_is_ignored_without_dropout(backend, dropout_seed):
         options = dict(dropout_p=dropout_p, dropout_seed=dropout_seed)
         assert flash_attention(*inputs, **options, backend=backend).equal(flash_attention(*inputs, backend=backend))
         assert reference_attention(*inputs, **options).equal(reference_attention(*inputs))
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 2, 20, 20), (2, 4, 2, 0, 20), (2, 4, 2, 20, 0)], ids=str)
-@each_backend
-def test_empty_inputs(backend, shape):
-    q, k, v = qkv(*shape, dtype=torch.float32)
-    for out, lse in (flash_attention(q, k, v, dropout_p=0.5, return_lse=True, backend=backend),
-                     reference_attention(q, k, v, dropout_p=0.5, return_lse=True)):
-        assert out.shape == q.shape and (out == 0).all() and (lse == -math.inf).all()
 
 
 @pytest.mark.parametrize("error, match, dropout_p, dropout_seed", [
@@ -310,37 +221,30 @@ def masks(q, k, v, dropout_p, backend, **options):
     return forward, backward
 
 
-@pytest.mark.parametrize("shape, options, seed", [
-    (dict(Sq=15, Sk=17), {}, -1),
-    (dict(H=2, Hk=1, Sq=70, Sk=70, D=40), dict(causal=True, seq_lens=[9, 70]), 2**63 - 1),
+@pytest.mark.parametrize("shape, options, seed, kind", [
+    (dict(Sq=15, Sk=17), {}, -1, "whole"), (dict(H=2, Hk=1, Sq=33, Sk=33, D=40), dict(softcap=3.0), 5, "part"),
+    *((dict(H=2, Hk=1, Sq=70, Sk=70, D=40), dict(causal=True, seq_lens=[9, 70]), 2**63 - 1, kind)
+      for kind in ("whole", "part")),
     *(pytest.param(*x, marks=pytest.mark.slow) for x in (  # the tiles of each width
-        (dict(B=1, H=2, Sq=150, Sk=70, D=96), dict(causal=True), 7),
-        (dict(B=1, H=2, Hk=1, Sq=131, Sk=133, D=128), {}, SEED), (dict(B=1, H=3, Hk=1, Sq=66, Sk=65, D=256), {}, 5))),
+        (dict(B=1, H=2, Sq=150, Sk=70, D=96), dict(causal=True), 7, "whole"), (dict(H=2, D=192), {}, SEED, "part"),
+        (dict(B=1, H=2, Hk=1, Sq=131, Sk=133, D=128), {}, SEED, "whole"), (dict(H=3, Hk=1, D=128), {}, SEED, "part"),
+        (dict(B=1, H=3, Hk=1, Sq=66, Sk=65, D=256), {}, 5, "whole"))),
 ], ids=str)
 @each_impl
-def test_kernel_drops_what_keep_mask_says(impl, dtype, shape, options, seed):
-    q, k, v = kernel_inputs(impl, dtype, **shape)
-    want = keep_mask(seed_of(seed, q.device), 0.4, *q.shape[:3], k.shape[2], q.device)
-    seq_lens = torch.tensor(options["seq_lens"], device=q.device) if "seq_lens" in options else None
-    window = -1, 0 if options.get("causal", False) else -1
-    visible = visible_keys(*want.shape[2:], window, Lengths(None, None, seq_lens, seq_lens), q.device)
-    for mask in masks(q, k, v, 0.4, IMPLEMENTATIONS[impl][0], seed=seed, **options):
-        assert mask.equal(want if visible is None else want & visible)
-
-
-@pytest.mark.parametrize("shape, options", [
-    (dict(H=2, Hk=1, Sq=37, Sk=41, D=40), dict(causal=True)), (dict(H=2, Hk=1, Sq=33, Sk=33, D=40), dict(softcap=3.0)),
-    pytest.param(dict(H=3, Hk=1, D=128), {}, marks=pytest.mark.slow),
-    pytest.param(dict(H=2, D=192), {}, marks=pytest.mark.slow)], ids=str)
-@each_impl
-def test_kernel_drops_of_a_part_what_the_whole_drops(impl, dtype, shape, options):
+def test_kernel_drops_what_keep_mask_says(impl, dtype, shape, options, seed, kind):
+    """Also if the two samples are parts of a larger problem."""
     if impl == "cuda:sm90" and "softcap" in options:
         pytest.skip("its forward pass has no dropout with softcap")
     q, k, v = kernel_inputs(impl, dtype, **shape)
-    (_, H, Sq, _), Sk = q.shape, k.shape[2]
-    want = parts_of(keep_mask(seed_of(device=q.device), 0.4, 4, H + 2, Sq + 48, Sk + 48, q.device), ORIGINS, H, Sq, Sk)
-    visible = visible_keys(Sq, Sk, (-1, 0 if "causal" in options else -1), Lengths(), q.device)
-    seed = seed_with_origins(seed_of(device=q.device), torch.tensor(ORIGINS, device=q.device))
+    (B, H, Sq, _), Sk, seed = q.shape, k.shape[2], seed_of(seed, q.device)
+    if kind == "part":
+        want = parts_of(keep_mask(seed, 0.4, 4, H + 2, Sq + 48, Sk + 48, q.device), ORIGINS, H, Sq, Sk)
+        seed = seed_with_origins(seed, torch.tensor(ORIGINS, device=q.device))
+    else:
+        want = keep_mask(seed, 0.4, B, H, Sq, Sk, q.device)
+    seq_lens = torch.tensor(options["seq_lens"], device=q.device) if "seq_lens" in options else None
+    window = -1, 0 if options.get("causal", False) else -1
+    visible = visible_keys(Sq, Sk, window, Lengths(None, None, seq_lens, seq_lens), q.device)
     for mask in masks(q, k, v, 0.4, IMPLEMENTATIONS[impl][0], seed=seed, **options):
         assert mask.equal(want if visible is None else want & visible)
 
@@ -368,30 +272,6 @@ def test_kernel_drops_of_packed_parts_what_the_whole_drops(impl, dtype):
             torch.testing.assert_close(x[:, :, part], y, rtol=tolerance, atol=tolerance * y.abs().max().item())
 
 
-@pytest.mark.parametrize("dropout_p, shape, options", [
-    (0.5, dict(B=1, Sq=100, D=40), dict(causal=True)),
-    (0.1, dict(H=2, Hk=1, Sq=70), dict(causal=True, seq_lens=[9, 70])), (1.0, dict(Sq=20, Sk=20), dict(causal=True)),
-    (0.9, dict(B=1, H=1, Hk=1, Sq=20, D=128), dict(sm_scale=-0.5)), (1e-12, dict(Sq=20, Sk=20), dict()),
-], ids=str)
-@each_impl
-def test_kernel_against_reference(impl, dtype, shape, options, dropout_p):
-    """out, lse, which is that of the undropped softmax, and gradients, those through lse as well."""
-    inputs = kernel_inputs(impl, dtype, **shape)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    out, lse = drop(*inputs, dropout_p, IMPLEMENTATIONS[impl][0], return_lse=True, **options)
-    want, want_lse = drop(*exact, dropout_p, "reference", return_lse=True, **options)
-    check_lse(lse, want_lse)
-    generator = torch.Generator().manual_seed(1)
-    dout, dlse = (torch.randn(x.shape, generator=generator).to(x) for x in (out, lse))
-    dlse[want_lse == -math.inf] = 0
-    got = out, *torch.autograd.grad((out, lse), inputs, (dout, dlse))
-    wants = want, *torch.autograd.grad((want, want_lse), exact, (dout.double(), dlse.double()))
-    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    for x, y in zip(got, wants):
-        assert x.dtype == dtype
-        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance * max(1, y.abs().max().item()))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif("cuda:sm90" not in IMPLEMENTATIONS, reason="needs a GPU of sm_90")
 @pytest.mark.parametrize("D", [40, 64, 128, 192, 256])
@@ -417,14 +297,6 @@ def test_gradients_of_sm90_have_the_mask_of_sm80(D, options):
     assert any("sm90::flash_bwd" in event.name for event in profile.events()) != is_of_sm80
     for x, y in zip(got, want):
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * float(y.abs().max()))
-
-
-@needs_fp8
-def test_fp8_dropout_in_triton():
-    pytest.importorskip("triton", reason="triton is not installed")
-    inputs = [x.to(torch.float8_e4m3fn) for x in qkv(D=32, dtype=torch.float32)]
-    out, want = (drop(*inputs, 0.3, backend) for backend in ("triton", "reference"))
-    torch.testing.assert_close(out, want, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.gpu

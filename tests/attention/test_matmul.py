@@ -10,7 +10,7 @@ from conftest import HAS_GPU, needs_gib
 from minimal_attn import checks, triton_matmul, validate_matmul
 
 pytest.importorskip("triton", reason="triton is not installed")
-from triton_ref import autotune, launching, matmul  # noqa: E402
+from triton_ref import launching, matmul  # noqa: E402
 from triton_ref.launching import properties  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -47,12 +47,9 @@ def seeded():
     torch.manual_seed(0)
 
 
-def gpu_only(cases):
-    return [pytest.param(case, marks=pytest.mark.gpu) for case in cases]
-
-
 @each_dtype
-@pytest.mark.parametrize("shape", SHAPES + EMPTY_SHAPES + gpu_only(LARGE_SHAPES), ids=str)
+@pytest.mark.parametrize("shape", SHAPES + EMPTY_SHAPES + [
+    pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE_SHAPES], ids=str)
 def test_shapes(shape, dtype, poisoned_outputs):
     """Between NaN before and behind both operands, rows aligned as far as their length allows."""
     m, n, k = shape
@@ -81,20 +78,6 @@ def test_strides(dtype):
     check(x, y[:1].expand(96, 64))
     check(x.flatten().as_strided((40, 48), (8, 1)), y.flatten().as_strided((48, 40), (1, 8)))
     assert triton_matmul(x, y).equal(triton_matmul(x.T.contiguous().T, y.T.contiguous().T))
-
-
-@each_dtype
-@pytest.mark.parametrize("blocks", [(16, 16, 16), (64, 16, 64), (16, 32, 128)], ids=str)
-def test_given_blocks(blocks, dtype, poisoned_outputs):
-    check(in_nan((50, 130), dtype), in_nan((130, 70), dtype), *blocks)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("blocks", [(128, 256, 64), (256, 128, 32), (512, 64, 16), (16, 1024, 16), (64, 64, 256),
-                                    (128, 128, 16)], ids=str)
-def test_given_large_blocks(blocks, dtype, poisoned_outputs):
-    check(in_nan((600, 264), dtype), in_nan((264, 1032), dtype), *blocks)
 
 
 def run(a, b, config, monkeypatch):
@@ -193,18 +176,6 @@ def test_no_derivative():
             triton_matmul(dual, b)
 
 
-def test_cpu_tensor_without_the_interpreter(monkeypatch):
-    monkeypatch.setattr(matmul, "INTERPRETING", False)
-    with pytest.raises(ValueError, match="CUDA tensors required: .*TRITON_INTERPRET=1"):
-        triton_matmul(torch.zeros(4, 4), torch.zeros(4, 4))
-
-
-def test_without_triton(monkeypatch):
-    monkeypatch.setattr("minimal_attn.backends.triton.why_not_imported", lambda: "ImportError: none here")
-    with pytest.raises(ModuleNotFoundError, match="triton is required for triton_matmul"):
-        triton_matmul(torch.ones(2, 2), torch.ones(2, 2))
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic):
     compiled = torch.compile(triton_matmul, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -248,31 +219,6 @@ def test_descriptors():
         assert matmul._contiguous_dim(y) is None
 
 
-def test_autotune_is_asked_once_for_sizes_alike(monkeypatch):
-    asked = []
-
-    def fastest(kernel, key, configs, run, device):
-        asked.append((kernel, key))
-        assert 1 <= len(configs) <= matmul.MAX_TRIED
-        assert len({tuple(config.items()) for config in configs}) == len(configs)
-        run(configs[-1])
-        return configs[-1]
-
-    monkeypatch.setattr(autotune, "fastest", fastest)
-    monkeypatch.setattr(autotune, "is_on", lambda: True)
-    monkeypatch.setattr(matmul, "_plans", {})
-    a, b = torch.randn(40, 70, device=DEVICE), torch.randn(70, 50, device=DEVICE)
-    for alike in ((a, b), (a, b), (a[:39], b[:, :49])):
-        check(*alike)
-    assert len(asked) == 2 and asked[0] == asked[1]
-    for other in ((a, b.T.contiguous().T), (a.half(), b.half()), (a[:, :20], b[:20])):
-        check(*other)
-    assert len(set(asked)) == 4
-    check(a, b, use_autotune=False)
-    check(a, b, 16, 16, 16)
-    assert len(asked) == 5
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # float16 has the tiles of bfloat16
 @pytest.mark.parametrize("b_rows_first", [True, False], ids=["b", "b.T"])
@@ -286,19 +232,6 @@ def test_every_tile_of_the_table(a_rows_first, b_rows_first, dtype, monkeypatch,
         for splits in (1, 4):
             config = matmul._config(dtype, *blocks, splits, True, shared_memory)
             check_error(run(a, b, config, monkeypatch), truth, base)
-
-
-@pytest.mark.gpu
-def test_graph_capture_and_replay():
-    a, b = (torch.randn(shape, device=DEVICE, dtype=torch.float16) for shape in ((200, 304), (304, 104)))
-    triton_matmul(a, b)  # compiles outside of the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        c = triton_matmul(a, b)
-    for _ in range(2):
-        a.normal_(), b.normal_()
-        graph.replay()
-        check_error(c, a.double() @ b.double(), a.clone() @ b.clone())
 
 
 @pytest.mark.gpu

@@ -67,7 +67,7 @@ def test_opcheck(impl, kind):
 
 
 @each_kernel
-@pytest.mark.parametrize("kind", ["padded", "scores"])
+@pytest.mark.parametrize("kind", ["padded", "packed", "scores"])
 def test_compile_fullgraph(impl, kind):
     """Forward and backward, with operations before and after for Inductor to fuse, and gradients of sinks or a bias."""
     batch, dtype, (backend, device) = BATCHES[kind], DTYPES[impl], IMPLS[impl]
@@ -77,7 +77,7 @@ def test_compile_fullgraph(impl, kind):
     inputs = [x.requires_grad_() for x in (q, k, v, *others)]
     options = batch.options(device) | tensors
 
-    def attend(q, k, v, other):
+    def attend(q, k, v, other=None):
         given = {"attn_bias": as_taken(other, impl, 24), "softcap": 2.0} if tensors else {"sinks": other}
         out, lse = flash_attention(2 * q, k, v, **options | given, return_lse=True, backend=backend)
         return out + 1, lse.masked_fill(lse == -math.inf, 0).square()
@@ -98,7 +98,11 @@ each_impl = pytest.mark.parametrize("impl", [x for x in IMPLS if x != "reference
 def test_compile_with_dynamic_shapes(impl):
     backend, device = IMPLS[impl]
     dtype = torch.bfloat16 if impl in OF_16_BITS else torch.float32
-    attend = lambda q, k: flash_attention(q, k, k, True, backend=backend)  # noqa: E731
+    seed = torch.tensor([5], device=device)
+
+    def attend(q, k):
+        return flash_attention(q, k, k, True, dropout_p=0.25, dropout_seed=seed, backend=backend)
+
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
     for seqlen_q, seqlen_k in ((7, 30), (20, 33), (33, 33), *[(40, 40)] * HAS_GPU, (40, 12)):
         q = torch.randn(2, 4, seqlen_q, 16, device=device, dtype=dtype)

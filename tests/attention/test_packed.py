@@ -11,11 +11,10 @@ import torch
 from torch.testing import assert_close
 
 import minimal_attn
-from conftest import captured
 from minimal_attn import (FlashMHA, flash_attention, flash_attn_func, pad_input, reference_attention, unpad_input,
                           which_kernel)
-from test_lengths import (BATCHES, DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, by_loop, close, each_impl,
-                          each_kernel, ints, make, make_sinks, run)
+from test_lengths import (BATCHES, DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, close, each_impl, each_kernel,
+                          ints, make, run)
 
 SHARED_KEYS = next(x for x in BATCHES if x.name == "shared_keys")
 
@@ -117,36 +116,6 @@ def test_bits_of_samples_of_a_large_batch(impl, D, causal):
         assert got.equal(out[:, :, rows]) and got_lse.equal(lse[:, :, rows])
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("impl", [x for x in KERNELS if IMPLS[x][1] == "cuda"])
-def test_cuda_graph_of_the_backward_pass_with_other_lengths_in_each_replay(impl, monkeypatch):
-    if impl == "triton":
-        monkeypatch.setattr("triton_ref.attention_bwd.MIN_WORK_FOR_A_STREAM", 0)
-    batch = Batch("graph", (50, 150), (60, 140), window=(70, -1), causal=True, has_sinks=True, head_dim_v=64)
-    q, k, v, dout, _ = make(batch, DTYPES[impl], "cuda")
-    inputs = [x.requires_grad_() for x in (q, k, v, *make_sinks(batch, DTYPES[impl], "cuda"))]
-    lengths = batch.lengths("cuda")
-
-    def train():
-        q, k, v, sinks = inputs
-        out = flash_attention(q, k, v, True, window_size=(70, 0), **lengths, sinks=sinks, backend=IMPLS[impl][0])
-        return out.detach(), *torch.autograd.grad(out, inputs, dout)
-
-    graph, results = captured(train)
-    for rows, keys in ((50, 150), (60, 140)), ((0, 200), (199, 1)), ((123, 77), (1, 199)):
-        other = dataclasses.replace(batch, rows=rows, keys=keys)
-        for name, x in other.lengths("cuda").items():
-            if x is not None:
-                lengths[name].copy_(x)
-        doubles = [x.detach().double().requires_grad_() for x in inputs]
-        out, _ = by_loop(other, *doubles)
-        want = out.detach(), *torch.autograd.grad(out, doubles, dout.double())
-        for _ in range(2):  # twice, for what a replay leaves behind in its workspace
-            graph.replay()
-            for got, ref in zip(results, want):
-                close(got, ref, 3 * TOLERANCE[got.dtype])
-
-
 # The functions of flash-attn.
 
 TAIL = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
@@ -245,25 +214,6 @@ def test_flash_attn_bad_input():
             bad()
 
 
-def test_calls_of_transformers_and_vllm():
-    """Calls spelled as in these projects. test_cache_names.py has those of caches."""
-    (q, k, v), (cu_seqlens_q, cu_seqlens_k, *_) = varlen()
-    want = minimal_attn.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, 20, 33, causal=True,
-                                               window_size=(7, 0))
-    assert minimal_attn.flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=torch.tensor(20),
-        max_seqlen_k=torch.tensor(33), causal=True, softmax_scale=40**-0.5, window_size=(7, 7)).equal(want)
-    out = torch.empty_like(q)
-    minimal_attn.flash_attn_varlen_func(
-        q=q, k=k, v=v, out=out, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=20, max_seqlen_k=33,
-        softmax_scale=40**-0.5, causal=True, alibi_slopes=None, window_size=[7, 0], softcap=0, scheduler_metadata=None,
-        fa_version=3, q_descale=None, k_descale=None, v_descale=None, num_splits=1, s_aux=None)
-    assert out.equal(want)
-    assert minimal_attn.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=True, window_size=(7, None),
-                                               return_softmax_lse=True)[0].equal(want)
-    flash_attn_func(q[None], q[None], q[None], window_size=None)
-
-
 @pytest.mark.parametrize("name", ["qkvpacked", "kvpacked", "varlen_qkvpacked", "varlen_kvpacked"])
 def test_keywords_of_functions_of_packed_tensors(name):
     """They reach the function of q, k and v, and errors speak of the one that was called, and of its arguments."""
@@ -303,35 +253,12 @@ def test_names_of_flash_attn_with_kvcache_are_explained(name):
         flash_attention(q, q, q, **{name: ints(3)})
 
 
-def test_packed_funcs_compile_fullgraph():
-    qkv, cu_seqlens = torch.randn(10, 3, 4, 16), ints(0, 4, 10)
-
-    def attend(qkv, cu_seqlens):
-        return minimal_attn.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 6, causal=True, num_splits=1)
-
-    torch._dynamo.reset()
-    assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(qkv, cu_seqlens),
-                               attend(qkv, cu_seqlens))
-
-
 def test_max_seqlen_changes_nothing_in_reference_attention_and_which_kernel():
     q, cu_seqlens = torch.randn(1, 2, 10, 16), ints(0, 4, 10)
     lengths = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     given = dict(max_seqlen_q=1, max_seqlen_k=torch.tensor(6))
     assert reference_attention(q, q, q, **lengths, **given).equal(reference_attention(q, q, q, **lengths))
     assert which_kernel(q, q, q, **lengths, **given) == "host"
-
-
-def test_flash_mha_of_no_samples():
-    module, x = FlashMHA(32, 4, backend="torch", device=DEVICE), torch.empty(0, 12, 32, device=DEVICE)
-    want = module(x)
-    assert module(x, key_padding_mask=torch.ones(0, 12, dtype=torch.bool, device=DEVICE)).shape == want.shape
-    x = torch.empty(0, 32, device=DEVICE)
-    for values in ((0,), (0, 0), (0, 0, 0)):
-        out = module(x, cu_seqlens=ints(*values, device=DEVICE))
-        assert out.shape == x.shape and out.requires_grad
-    x = torch.empty(3, 0, 32, device=DEVICE)
-    assert module(x, key_padding_mask=torch.ones(3, 0, dtype=torch.bool, device=DEVICE)).shape == x.shape
 
 
 # FlashMHA, and what it packs with.

@@ -2,6 +2,7 @@
 combined with; conventions. test_scores_facade.py has the functions that take scores, and their errors.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Optional
@@ -11,13 +12,13 @@ import torch
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from cases import check_error, dtype_params, dtypes_of, is_fast, slow_unless
+from cases import check_error, dtype_params, dtypes_of, each_seed, is_fast, slow_unless
 from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import flash_attention
 from minimal_attn.backends import torch as sdpa
 from minimal_attn.checks import sum_dtype
-from test_lengths import (DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, by_loop, check_drawn_batches, close,
-                          drawn_batches, make, make_sinks)
+from test_lengths import (DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, as_taken, check_batch, check_drawn_batches,
+                          close, drawn_batches, make, make_sinks)
 
 each_impl = pytest.mark.parametrize("impl", IMPLS)
 # For what takes ten seconds or more in Triton's interpreter.
@@ -43,14 +44,6 @@ def inputs_of(impl, Sq=7, Sk=9):
     return [x.requires_grad_() for x in inputs(Sq, Sk, DTYPES[impl], IMPLS[impl][1], head_dim_v)]
 
 
-def as_taken(bias, impl, seqlen_k=9):
-    """Equal scores, in memory that the kernel reads. TMA wants rows that are aligned."""
-    if impl != "cuda:sm90" or bias is None or bias.dtype == torch.bool:
-        return bias
-    bias = bias.expand(*bias.shape[:-1], seqlen_k).contiguous()
-    return torch.nn.functional.pad(bias, (0, 16 - seqlen_k % 16))[..., :seqlen_k]
-
-
 def slopes(*shape):
     return randn(*shape, seed=5).abs().float()
 
@@ -70,81 +63,17 @@ def loss(out, lse):
     return (out * dout).sum() + (lse * dlse).sum()
 
 
-def compare(got, want, leaves):
-    """(out, lse) and the gradients of leaves, up to so many parts of the largest value as the dtype of out allows."""
-    tolerance = TOLERANCE[got[0].dtype]
-    for x, y in zip(got, want):
-        close(x, y, tolerance)
-    for x, y in zip(*(torch.autograd.grad(loss(*pair), leaves, allow_unused=True) for pair in (got, want))):
-        assert (x is None) == (y is None)
-        if x is not None:
-            assert x.shape == y.shape
-            close(x, y.double(), 3 * tolerance)
-
-
-SCORES = {
-    "softcap": dict(softcap=0.7),
-    "alibi": dict(alibi_slopes=slopes(H)),
-    "alibi_of_samples": dict(alibi_slopes=slopes(B, H)),
-    **{f"bias_{'_'.join(map(str, shape))}": dict(attn_bias=randn(*shape, seed=4)) for shape in
-       [(9,), (7, 1), (1, 9), (7, 9), (H, 1, 9), (1, 7, 9), (B, 1, 1, 9), (1, H, 7, 9), (B, H, 7, 9), (1, 1, 1, 1)]},
-    "mask_of_keys": dict(attn_bias=mask(B, 1, 1, 9)),
-    "mask_of_rows": dict(attn_bias=mask(7, 1)),
-    "mask": dict(attn_bias=mask(B, H, 7, 9)),
-    "softcap_alibi": dict(softcap=2, alibi_slopes=slopes(H)),
-    "softcap_mask": dict(softcap=2.5, attn_bias=mask(7, 9)),
-    "alibi_bias": dict(alibi_slopes=slopes(B, H), attn_bias=randn(H, 7, 9, seed=4)),
-    "alibi_mask": dict(alibi_slopes=slopes(H), attn_bias=mask(B, 1, 7, 9)),
-    "softcap_alibi_bias": dict(softcap=1.5, alibi_slopes=slopes(H), attn_bias=randn(B, 1, 7, 9, seed=4)),
-}
-
-
-def scores_of(name, Sq=7, Sk=9):
-    """The options of this name, cut to these lengths, and the bias if it has a gradient."""
-    scores = {**SCORES[name]}
-    bias = scores.get("attn_bias")
-    if bias is None:
-        return scores, []
-    rows = slice(Sq) if bias.ndim > 1 and bias.shape[-2] > 1 else slice(None)
-    keys = slice(Sk) if bias.shape[-1] > 1 else slice(None)
-    bias = bias[(..., rows, keys) if bias.ndim > 1 else keys].clone()
-    scores["attn_bias"] = bias.requires_grad_(bias.dtype != torch.bool)
-    return scores, [bias] * bias.requires_grad
-
-
-TINY = dict(H=H, Hk=HK, D=D, head_dim_v=HEAD_DIM_V, is_packed=False)
-KINDS = {x.name: x for x in [
-    Batch("plain", (7,) * B, (9,) * B, **TINY), Batch("causal", (7,) * B, (9,) * B, causal=True, **TINY),
-    Batch("causal_few_keys", (7,) * B, (4,) * B, causal=True, **TINY),
-    Batch("causal_one_row", (1,) * B, (9,) * B, causal=True, **TINY),
-    # The distances of ALiBi are those of a sample's own lengths.
-    Batch("lengths", (7,) * B, (9,) * B, (7, 4), (5, 8), window=(3, 1), has_sinks=True, **TINY),
-    Batch("dropout", (7,) * B, (9,) * B, dropout_p=0.3, **TINY)]}
-
-
-# Each of the scores with two of the kinds.
 @each_backend
-@pytest.mark.parametrize("name, kind", [(name, kind) for i, name in enumerate(SCORES) for j, kind in enumerate(KINDS)
-                                        if (i + j) % 3 == 0])
-def test_scores_against_a_loop(name, kind, backend):
-    batch = KINDS[kind]
-    Sq, Sk = batch.rows[0], batch.keys[0]
-    scores, leaves = scores_of(name, Sq, Sk)
-    given = [x.requires_grad_() for x in (*inputs(Sq, Sk), *make_sinks(batch, torch.float64, DEVICE))]
-    got = flash_attention(*given[:3], sinks=given[3] if batch.has_sinks else None, return_lse=True, backend=backend,
-                          **batch.options(DEVICE), **scores)
-    compare(got, by_loop(batch, *given, **scores), [*given, *leaves])
-
-
-@each_backend
-def test_scores_of_3d_inputs(backend):
+def test_3d_inputs(backend):
     """A batch of B·H samples, each of one head."""
     q, k, v = (x[:, :HK] for x in inputs())
-    bias, each_slope = randn(B * HK, 7, 9, seed=4), slopes(B * HK, 1)
-    options = dict(sm_scale=SCALE, softcap=1.5, return_lse=True, backend=backend)
+    bias, each_slope, sink, lengths = randn(B * HK, 7, 9, seed=4), slopes(B * HK, 1), randn(1), ints(9, 4)
+    options = dict(window_size=(5, 0), sm_scale=SCALE, softcap=1.5, return_lse=True, backend=backend)
     flat = [x.flatten(0, 1) for x in (q, k, v)]
-    got = flash_attention(*flat, attn_bias=bias, alibi_slopes=each_slope, **options)
-    want = flash_attention(q, k, v, attn_bias=bias.view(B, HK, 7, 9), alibi_slopes=each_slope.view(B, HK), **options)
+    got = flash_attention(*flat, attn_bias=bias, alibi_slopes=each_slope, sinks=sink,
+                          seqused_k=lengths.repeat_interleave(HK), **options)
+    want = flash_attention(q, k, v, attn_bias=bias.view(B, HK, 7, 9), alibi_slopes=each_slope.view(B, HK),
+                           sinks=sink.repeat(HK), seqused_k=lengths, **options)
     for x, y in zip(got, want):
         assert_close(x, y.flatten(0, 1))
     for row in (bias[0, 0], bias[0], bias[:1]):
@@ -153,6 +82,8 @@ def test_scores_of_3d_inputs(backend):
     for bad in (dict(attn_bias=bias[None]), dict(alibi_slopes=each_slope[:, 0])):
         with pytest.raises(ValueError, match=f"{next(iter(bad))} must "):
             flash_attention(*flat, **bad, backend=backend)
+    with pytest.raises(ValueError, match="q, k and v must be packed"):
+        flash_attention(*flat, cu_seqlens_q=lengths, cu_seqlens_k=lengths, backend=backend)
 
 
 PACKED = (5, 0, 7), (9, 3, 4)  # rows and keys of each sample
@@ -171,7 +102,6 @@ def packed():
 class Scored(Batch):
     """A Batch whose scores are changed."""
 
-    softcap: float = 0.0
     slopes: Optional[str] = None  # those of "heads", or of "samples" and heads
     bias: Optional[tuple] = None  # whether it has samples, heads, rows and keys of its own; it shares the others
     bias_dtype: str = "same"  # as q's, or "bool" or "float32"
@@ -183,7 +113,7 @@ class Scored(Batch):
         generator, found = torch.Generator().manual_seed(seed), {}
         if self.slopes:
             shape = (self.H,) if self.slopes == "heads" else (len(self.rows), self.H)
-            found["alibi_slopes"] = torch.rand(shape, generator=generator).to(device)
+            found["alibi_slopes"] = torch.rand(*shape, 2, generator=generator).to(device)[..., 0]  # with gaps
         if self.bias:
             sizes = len(self.rows), self.H, self.rows[0], self.keys[0]
             shape = [n if is_own else 1 for n, is_own in zip(sizes, self.bias)]
@@ -202,60 +132,52 @@ class Scored(Batch):
 
 LIKE = {"plain": lambda x, sizes: x, "transposed": lambda x, sizes: x.mT.contiguous().mT,
         "expanded": lambda x, sizes: x.expand(sizes),
+        "few dims": lambda x, sizes: x.view([n for i, n in enumerate(x.shape) if i == 3 or max(x.shape[:i + 1]) > 1]),
         "gaps": lambda x, sizes: x.repeat_interleave(2, 3).repeat_interleave(3, 2)[:, :, ::3, ::2]}
 
 
 def check_scored(impl, batch, dtype, seed=0):
-    """out, lse and all gradients."""
-    backend, device = IMPLS[impl]
-    if impl == "cuda:sm90" and batch.bias_dtype == "float32":
+    if impl == "cuda:sm90" and batch.bias_dtype == "float32":  # which it does not take
         batch = replace(batch, bias_dtype="same")
-    q, k, v, dout, dlse = make(batch, dtype, device, seed)
-    tensors = batch.tensors(dtype, device, seed)
-    bias = tensors.get("attn_bias")
-    has_gradient = bias is not None and bias.dtype != torch.bool
-    given = [q, k, v, *make_sinks(batch, dtype, device, seed), *[bias] * has_gradient]
-    given = [x.requires_grad_() for x in given]
-    sinks = given[3] if batch.has_sinks else None
-    taken = tensors | {"attn_bias": as_taken(bias, impl, k.shape[2])}
-    out, lse = flash_attention(*given[:3], sinks=sinks, softcap=batch.softcap, return_lse=True, backend=backend,
-                               **taken, **batch.options(device))
-    doubles = [x.detach().double().requires_grad_() for x in given]
-    want_out, want_lse = by_loop(batch, *doubles[:3], doubles[3] if batch.has_sinks else None, batch.softcap,
-                                 tensors.get("alibi_slopes"), doubles[-1] if has_gradient else bias)
-    assert out.dtype == dtype
-    close(out, want_out.detach(), TOLERANCE[dtype])
-    # NVIDIA's tanh has 11 bits.
-    close(lse, want_lse.detach(), 1e-10 if dtype == torch.float64 else 3e-3 if batch.softcap and dtype.itemsize == 2
-          else 1e-5)
-    results = [(x, dx.double().nan_to_num()) for x, dx in ((want_out, dout), (want_lse, dlse)) if x.requires_grad]
-    want = [None] * len(given)
-    if results:
-        outputs, upstream = zip(*results)
-        want = torch.autograd.grad(outputs, doubles, upstream, allow_unused=True)
-    if impl == "triton" and HAS_GPU and dtype == torch.float32 and batch.dropout_p and bias is not None:
-        with pytest.raises(NotImplementedError, match="no backward pass in float32 for dropout with attn_bias"):
-            torch.autograd.grad([out, lse], given, [dout, dlse])
-        return
-    for x, got, ref in zip(given, torch.autograd.grad([out, lse], given, [dout, dlse]), want):
-        assert got.dtype == x.dtype and got.shape == x.shape
-        close(got, torch.zeros_like(got, dtype=torch.float64) if ref is None else ref, 3 * TOLERANCE[dtype])
+    check_batch(impl, batch, dtype, seed)
+
+
+def step_of(batch, dtype, device, backend, seed=0):
+    """A deterministic call, which returns its outputs without autograd and with it, and its gradients."""
+    *qkv, _, _ = make(batch, dtype, device, seed)
+    given = dict(zip("qkv", qkv)) | batch.tensors(dtype, device, seed)
+    given |= dict(zip(["sinks"], make_sinks(batch, dtype, device, seed)))
+    attend = functools.partial(flash_attention, **batch.options(device), softcap=batch.softcap, deterministic=True,
+                               return_lse=True, backend=backend)
+
+    def step():
+        inferred = attend(**given)
+        leaves = {name: x.detach().requires_grad_() for name, x in given.items()
+                  if name != "alibi_slopes" and x.is_floating_point()}
+        out, lse = attend(**given | leaves)
+        loss = out.double().square().sum() + torch.where(lse.isfinite(), lse, 0).double().sum()
+        return [*inferred, out.detach(), lse.detach(), *torch.autograd.grad(loss, list(leaves.values()))]
+
+    return step
 
 
 PADDED = dict(rows=(37, 37), keys=(70, 70), is_packed=False)
 BATCHES = [
     Scored("softcap", **PADDED, softcap=0.8, causal=True),
     Scored("alibi", **PADDED, slopes="heads", D=64),
-    Scored("bias", **PADDED, bias=(1, 1, 1, 1), causal=True, memory="transposed"),
+    Scored("bias", **PADDED, bias=(1, 1, 1, 1), slopes="heads", causal=True, memory="transposed"),
     Scored("bias_of_keys", **PADDED, bias=(1, 0, 0, 1), window=(20, 3), bias_dtype="float32", seqused_k=(70, 33)),
     Scored("bias_of_rows", **PADDED, bias=(0, 1, 1, 0), causal=True, memory="expanded"),
-    Scored("bias_of_heads", **PADDED, bias=(0, 1, 0, 0), head_dim_v=64, softcap=3.0),
+    Scored("bias_of_heads", **PADDED, bias=(0, 1, 0, 0), head_dim_v=64, softcap=3.0,
+           memory="few dims"),
     Scored("mask", **PADDED, bias=(1, 0, 1, 1), bias_dtype="bool", has_sinks=True, memory="transposed"),
     Scored("mask_of_keys", **PADDED, bias=(1, 0, 0, 1), bias_dtype="bool", seqused_q=(37, 9), seqused_k=(70, 33)),
     Scored("all", **PADDED, softcap=2.0, slopes="samples", bias=(1, 1, 1, 1), causal=True, dropout_p=0.3,
            has_sinks=True, seqused_k=(70, 33), memory="gaps", layout="bshd"),
-    Scored("all_of_one", **PADDED, softcap=2.0, slopes="heads", bias=(0, 0, 0, 0), window=(7, 40)),
-    Scored("D128", **PADDED, softcap=20.0, slopes="heads", bias=(0, 0, 1, 1), D=128, window=(33, -1)),
+    Scored("all_of_one", **PADDED, softcap=2.0, slopes="heads", bias=(0, 0, 0, 0), window=(7, 40),
+           memory="few dims"),
+    Scored("D128", **PADDED, softcap=20.0, slopes="heads", bias=(0, 0, 1, 1), D=128, window=(33, -1),
+           memory="few dims"),
     Scored("D256", rows=(9,), keys=(20,), is_packed=False, softcap=2.0, slopes="heads", bias=(0, 1, 1, 1), D=256),
     Scored("packed", (5, 17, 1, 40), (9, 3, 33, 40), slopes="samples", causal=True),
     Scored("packed_softcap", (5, 0, 40), (9, 3, 70), softcap=1.5, slopes="heads", window=(20, 5), has_sinks=True),
@@ -295,17 +217,20 @@ def drawn_scores(draw, impl):
                    slopes=draw(st.sampled_from([None, "heads", "samples"])))
     if impl == "cuda:sm90" and any(changes.values()):
         batch = replace(batch, dropout_p=0.0)  # it has no dropout with them
-    return Scored(**vars(batch), **changes, bias_dtype=draw(st.sampled_from(["same", "bool", "float32"])),
+    return Scored(**vars(batch) | changes, bias_dtype=draw(st.sampled_from(["same", "bool", "float32"])),
                   memory=draw(st.sampled_from(list(LIKE))))
-
-
-def check_drawn_scores(impl, seed, max_examples):
-    check_drawn_batches(impl, seed, max_examples, drawn_scores, check_scored)
 
 
 @each_impl
 def test_drawn_scores(impl, poisoned_outputs):
-    check_drawn_scores(impl, seed=1, max_examples=5 if impl == "triton" else 20)  # which compiles for each of them
+    # Triton compiles for each of them.
+    check_drawn_batches(impl, 1, 5 if impl == "triton" else 20, drawn_scores(impl), check_scored)
+
+
+@each_seed
+@pytest.mark.parametrize("impl", KERNELS)
+def test_many_drawn_scores(impl, seed, poisoned_outputs):
+    check_drawn_batches(impl, seed, 13 if impl == "triton" else 63, drawn_scores(impl), check_scored)
 
 
 def eager(q, k, v, softcap=0.0, alibi_slopes=None, attn_bias=None):
@@ -374,32 +299,6 @@ def test_deterministic_gradients_of_a_bias(impl):
 
 
 # Conventions.
-
-@each_impl
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_rows_that_a_mask_hides(causal, impl):
-    """By False and by -inf, with and without sinks; no gradient of them is NaN."""
-    (backend, device), dtype = IMPLS[impl], DTYPES[impl]
-    hides = mask(B, H, 7, 9).to(device)
-    hides[0, :, 2] = hides[1, 1, 5] = False
-    is_hidden = ~(hides.tril(2) if causal else hides).any(-1)
-    assert 5 <= is_hidden.sum() < 15
-    q, k, v = inputs_of(impl)
-    sinks = randn(H, seed=3, dtype=dtype, device=device)
-    minus_inf = torch.zeros(hides.shape, device=device, dtype=dtype).masked_fill(~hides, -math.inf)
-    for bias in (hides, minus_inf.requires_grad_()):
-        for given in (None, sinks):
-            options = dict(causal=causal, attn_bias=as_taken(bias, impl), sinks=given, return_lse=True, backend=backend)
-            out, lse = flash_attention(q, k, v, **options)
-            want = torch.full_like(lse, -math.inf) if given is None else sinks[:, None].expand_as(lse).to(lse.dtype)
-            assert (out[is_hidden] == 0).all()
-            assert_close(lse[is_hidden], want[is_hidden], rtol=2e-7, atol=0)
-            batch = replace(KINDS["causal" if causal else "plain"], head_dim_v=v.shape[3])
-            compare((out, lse), by_loop(batch, q, k, v, given, attn_bias=hides), [q, k, v])
-            leaves = [q, k, v] + [bias] * bias.requires_grad
-            gradients = torch.autograd.grad(loss(*flash_attention(q, k, v, **options)), leaves, retain_graph=True)
-            assert all(x.isfinite().all() for x in gradients)
-
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
 def test_rows_that_a_mask_hides_are_not_left_to_sdpa(dtype, monkeypatch):
@@ -499,15 +398,17 @@ def test_alibi_is_not_rounded_to_16_bits(impl):
 
 
 @each_backend
-def test_autocast_leaves_the_bias(backend):
+def test_autocast_leaves_the_bias_and_sinks(backend):
+    """In their own dtype, as are their gradients."""
     q, k, v = inputs(dtype=torch.float32)
-    bias = randn(7, 9, seed=4, dtype=torch.float32).requires_grad_()
-    want = flash_attention(*(x.bfloat16() for x in (q, k, v)), attn_bias=bias, backend=backend)
+    bias, sinks = (randn(*shape, seed=4, dtype=torch.float32).requires_grad_() for shape in ((7, 9), (H,)))
+    want = flash_attention(*(x.bfloat16() for x in (q, k, v)), attn_bias=bias, sinks=sinks, backend=backend)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        out = flash_attention(q, k, v, attn_bias=bias, alibi_slopes=torch.zeros(H, device=DEVICE), backend=backend)
+        out = flash_attention(q, k, v, attn_bias=bias, sinks=sinks, alibi_slopes=torch.zeros(H, device=DEVICE),
+                              backend=backend)
     assert out.dtype == torch.bfloat16
     assert_close(out, want)
-    assert torch.autograd.grad(out.float().sum(), bias)[0].dtype == torch.float32
+    assert {x.dtype for x in torch.autograd.grad(out.float().sum(), (bias, sinks))} == {torch.float32}
 
 
 @pytest.mark.parametrize("head_dim_v", [16, 96, 128, 192, 256])  # tiles of each width

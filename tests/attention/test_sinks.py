@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS
+from conftest import OF_16_BITS
 from minimal_attn import flash_attention, flash_attn_func, flash_attn_varlen_func, reference_attention
 from minimal_attn.backends import auto as choice
+from test_lengths import DEVICE, IMPLS, Batch, by_loop, each_impl, make, make_sinks, run
 
-IMPLS = {"reference": ("reference", "cuda" if HAS_GPU else "cpu"),
-         **{impl: where for impl, where in IMPLEMENTATIONS.items() if impl != "cuda:dmma"}}
-each_impl = pytest.mark.parametrize("impl", IMPLS)
 
 
 def inputs(impl="torch", B=2, H=4, Hk=2, Sq=20, Sk=33, D=16, head_dim_v=24, dtype=None):
@@ -67,16 +65,6 @@ def test_sinks_far_from_all_scores(impl):
 
 
 @each_impl
-def test_3d_inputs_have_one_sink(impl):
-    q, k, v, _ = inputs(impl, H=1, Hk=1)
-    sinks = torch.tensor([0.7], device=q.device)
-    options = dict(causal=True, sinks=sinks, return_lse=True, backend=IMPLS[impl][0])
-    want, want_lse = flash_attention(q, k, v, **options)
-    out, lse = flash_attention(q[:, 0], k[:, 0], v[:, 0], **options)
-    assert out.shape == (2, 20, 24) and out.equal(want[:, 0]) and lse.equal(want_lse[:, 0])
-
-
-@each_impl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_gradient_of_sinks_has_their_dtype(impl, dtype):
     q, k, v, sinks = inputs(impl)
@@ -105,35 +93,8 @@ def test_sinks_of_any_memory(impl):
     assert_close(got, want.sum()[None])
 
 
-@each_impl
-def test_autocast_leaves_sinks(impl):
-    """In their own dtype, as are their gradients."""
-    q, k, v, sinks = inputs(impl, dtype=torch.float32)
-    backend, device = IMPLS[impl]
-    sinks.requires_grad_()
-    want = flash_attention(*(x.bfloat16() for x in (q, k, v)), sinks=sinks, backend=backend)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        out = flash_attention(q, k, v, sinks=sinks, backend=backend)
-    assert out.dtype == torch.bfloat16 and out.equal(want)
-    assert torch.autograd.grad(out.float().sum(), sinks)[0].dtype == torch.float32
-
-
-@pytest.mark.parametrize("head_dim_v", [1, 5, 256])
-@each_impl
-def test_lse_knows_nothing_of_v(impl, head_dim_v):
-    if impl in OF_16_BITS and head_dim_v != 256:
-        pytest.skip("cannot serve it")
-    q, k, v, _ = inputs(impl, head_dim_v=head_dim_v)
-    options = dict(causal=True, return_lse=True, backend=IMPLS[impl][0])
-    out, lse = flash_attention(q, k, v, **options)
-    assert out.shape == (2, 4, 20, head_dim_v)
-    assert_close(lse, flash_attention(q, k, k, **options)[1])
-    padded = torch.nn.functional.pad(v, (0, 256 - head_dim_v))
-    assert_close(out, flash_attention(q, k, padded, **options)[0][..., :head_dim_v], **tolerance(q))
-
-
-@pytest.mark.parametrize("is_counted, backend", [(True, "torch"), (False, "cuda")])
-def test_auto_counts_all_that_wants_gradients(is_counted, backend, monkeypatch):
+@pytest.mark.parametrize("name, backend", [("sinks", "torch"), ("attn_bias", "torch"), (None, "cuda")])
+def test_auto_counts_sinks_and_biases_among_what_wants_gradients(name, backend, monkeypatch):
     """Under a transform of torch.func, where it takes torch for gradients."""
     monkeypatch.setattr(choice, "_first_available", lambda: "cuda")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -145,6 +106,51 @@ def test_auto_counts_all_that_wants_gradients(is_counted, backend, monkeypatch):
 
     torch.func.grad(of)(torch.zeros(2))
     assert chosen == [backend]
+
+
+# Triton.
+
+def test_scores_as_large_as_their_sink():
+    """Sums of the keys and of the sink are alike, and exp of each alone is 0 or infinite in fp32."""
+    batch = Batch("large", (3,), (5,), H=2, Hk=1, D=16, is_packed=False)
+    for sign in (1, -1):
+        q, k = (torch.full(shape, value, device=DEVICE) for shape, value in zip(batch.shapes(), (512.0, sign * 1.0)))
+        sinks = torch.tensor([sign * 2048.0, sign * 2048.0 + 1], device=DEVICE)  # scores are ± 2048
+        v = torch.randn(1, 1, 5, 16, device=DEVICE)
+        (out, lse), (want, want_lse) = run("triton", batch, q, k, v, sinks), by_loop(batch, q, k, v, sinks)
+        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("sinks", [[3e38, math.inf], [2.4e38, -3e38]], ids=str)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)], ids=str)
+def test_sinks_as_far_as_can_be(sinks, window, dtype):
+    """A sink that leaves the keys nothing is lse, and the gradient of lse is its own. One of -3e38 is so only for a row
+    without keys. In powers of two, 2.4e38 and more are infinite."""
+    batch = Batch("far", (8,), (5,), window=window, H=2, Hk=1, D=16, is_packed=False, has_sinks=True)
+    q, k, v, dout, dlse = make(batch, dtype, DEVICE)
+    given = [x.requires_grad_() for x in (q, k, v, torch.tensor(sinks, device=DEVICE))]
+    exact = [x.detach().double().clamp(max=1e300).requires_grad_() for x in given]
+    want, want_lse = by_loop(batch, *exact)
+    out, lse = run("triton", batch, *given)
+    atol = 1e-2 if dtype == torch.float16 else 1e-4
+    torch.testing.assert_close(lse, want_lse.float(), rtol=atol, atol=atol)
+    wants = want, *torch.autograd.grad([want, want_lse], exact, [dout.double(), dlse.double()])
+    for x, y in zip((out, *torch.autograd.grad([out, lse], given, [dout, dlse])), wants):
+        torch.testing.assert_close(x.double(), y, rtol=atol, atol=atol)
+
+
+def test_nan_in_dlse_of_rows_without_keys():
+    """Their lse is their sink, whose gradient it is then NaN, and nothing else."""
+    batch = Batch("empty_rows", (8,), (4,), causal=True, H=2, Hk=1, D=16, is_packed=False, has_sinks=True)
+    q, k, v, dout, dlse = make(batch, torch.float32, DEVICE)
+    given = [x.requires_grad_() for x in (q, k, v, *make_sinks(batch, torch.float32, DEVICE))]
+    outputs = run("triton", batch, *given, deterministic=True)
+    *want, _ = torch.autograd.grad(outputs, given, [dout, dlse], retain_graph=True)
+    dlse[:, :, :4] = math.nan
+    *got, dsinks = torch.autograd.grad(outputs, given, [dout, dlse])
+    assert all(map(torch.equal, got, want)) and dsinks.isnan().all()
 
 
 # The functions of flash-attn.

@@ -50,6 +50,7 @@ class Call:
     D: int = 16
     head_dim_v: Optional[int] = None  # D, if None
     layout: str = "heads"  # of the cache in memory
+    tree: Optional[torch.Tensor] = None  # the tree mask, (Sq, Sq) or (B, Sq, Sq)
 
     def __str__(self):
         return self.name
@@ -84,8 +85,8 @@ def make_cache(layout, sequences, nheads_k, size, head_dim, head_dim_v):
         return full(sequences, nheads_k, size, head_dim), full(sequences, nheads_k, size, head_dim_v)
     if layout == "rows":  # flash-attn's
         return (full(sequences, size, nheads_k, d).transpose(1, 2) for d in (head_dim, head_dim_v))
-    assert layout == "slice"
-    return (full(sequences + 2, size + 3, nheads_k + 1, d + 8)[1:-1, :size, 1:, :d].transpose(1, 2)
+    gap = {"slice": 8, "odd": 1}[layout]  # rows of "odd" are not aligned
+    return (full(sequences + 2, size + 3, nheads_k + 1, d + gap)[1:-1, :size, 1:, :d].transpose(1, 2)
             for d in (head_dim, head_dim_v))
 
 
@@ -142,6 +143,8 @@ def make(call, dtype, seed=0):
         given["seqused_q"] = torch.tensor(call.seqused_q, dtype=torch.int32)
     if call.has_sinks:
         given["sinks"] = randn(call.H).to(dtype)
+    if call.tree is not None:
+        given["tree_mask"] = call.tree
     if call.slopes:
         given["alibi_slopes"] = randn(*([B] if call.slopes == "samples" else []), call.H).abs().float()
     return rounded(q, dtype), rounded(k, dtype), rounded(v, dtype), given
@@ -186,6 +189,9 @@ def by_loop(call, q, k, v, given):
             row, distance = place_of_row(call, b, i), i + len(keys) - seqlen_q - torch.arange(len(keys))
             lse[row] = sinks
             seen = ((distance <= left) | (left < 0)) & ((distance >= -right) | (right < 0))
+            if call.tree is not None:
+                new = i - distance  # the number of a key among the new ones
+                seen = (new < 0) | call.tree.expand(B, -1, -1)[b, i, new.clamp(min=0)]
             if not seen.any():
                 continue
             scores = (keys[seen] * q[row]).sum(-1).T * scale

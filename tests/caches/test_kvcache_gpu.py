@@ -101,14 +101,6 @@ def test_attention_waits_for_the_append_before_it():
         assert_same_bits(got, wanted)
 
 
-def test_calls_in_a_row_have_the_same_bits():
-    """So every call leaves its counters at 0."""
-    batch = Batch(1)
-    wanted = batch.attend()
-    for got in [batch.attend() for _ in range(100)]:
-        assert_same_bits(got, wanted)
-
-
 def test_a_call_waits_for_the_last_one():
     """Each call's rows are the output of the last call, which may still run when the next begins."""
     batch, first = Batch(2), Batch(2).q
@@ -122,28 +114,14 @@ def test_a_call_waits_for_the_last_one():
     assert_same_bits(*([x] for x in results))
 
 
-def test_graph_serves_other_lengths_and_tables():
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_graph_serves_other_lengths_and_tables(backend):
     batch = Batch(3)
-    graph, results = captured(batch.attend)
+    graph, results = captured(lambda: batch.attend(backend=backend))
     for _ in range(3):
         graph.replay()
-        assert_same_bits(results, batch.attend())
+        assert_same_bits(results, batch.attend(backend=backend))
         batch.change()
-
-
-def test_streams_do_not_share_counters():
-    batches = [Batch(seed) for seed in range(4)]
-    wanted = [batch.attend() for batch in batches]
-    streams = [torch.cuda.Stream() for _ in batches]
-    torch.cuda.synchronize()
-    got = []
-    for _ in range(50):
-        for batch, stream in zip(batches, streams):
-            with torch.cuda.stream(stream):
-                got.append(batch.attend())
-    torch.cuda.synchronize()
-    for i, results in enumerate(got):
-        assert_same_bits(results, wanted[i % len(batches)])
 
 
 def test_graphs_on_two_streams_do_not_share_counters():

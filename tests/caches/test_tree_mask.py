@@ -2,16 +2,17 @@
 that are drawn, packed words, and one error for every bad input."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from cached_calls import BACKENDS, DEVICE, TOLERANCE, Call, by_loop, check_call, close, ints, make, on_device
+from cases import check_drawn
 from conftest import HAS_GPU, captured
 from minimal_attn import attention as interface, attention_with_kvcache, pack_tree_mask
-from cached_calls import BACKENDS, DEVICE, TOLERANCE, Call, close, ints, make, on_device
 
 cpu = pytest.mark.cpu
 
@@ -35,88 +36,55 @@ CAUSAL = draft(range(-1, 4))  # five tokens in one branch
 BRANCHES = draft([-1, 0, 0, 1, 2])
 
 
-def by_loop(q, k, v, lengths, tree_mask, seqused_q=None, leftpad=None):
-    """(out, lse) of dense caches in fp64, a row at a time."""
-    q, k, v = (x.double() for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    out, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -math.inf)
-    for b in range(q.shape[0]):
-        rows = q.shape[2] if seqused_q is None else seqused_q[b]
-        begin = 0 if leftpad is None else leftpad[b]
-        is_seen = tree_mask if tree_mask.ndim == 2 else tree_mask[b]
-        for i in range(rows):
-            seen = [key for key in range(begin, lengths[b])
-                    if key < lengths[b] - rows or is_seen[i, key - (lengths[b] - rows)]]
-            for h in range(q.shape[1] if seen else 0):
-                scores = k[b, h // group, seen] @ q[b, h, i] / math.sqrt(q.shape[-1])
-                lse[b, h, i] = scores.logsumexp(0)
-                out[b, h, i] = (scores - lse[b, h, i]).exp() @ v[b, h // group, seen]
-    return out, lse
+EACH = torch.stack([BRANCHES, CAUSAL, ~CAUSAL])  # the last one hides all new keys of some rows
+PARENTS = torch.arange(64) - 1 - torch.randint(3, (64,), generator=torch.Generator().manual_seed(0))
+CALLS = [Call("branches", (5,) * 3, (90, 3, 70), 95, tree=BRANCHES),  # the second sample has fewer keys than rows
+         Call("leftpad", (5,) * 3, (83, 3, 69), 95, leftpad=(7, 0, 1), tree=BRANCHES),
+         Call("seqused_q", (5,) * 3, (90, 3, 70), 95, seqused_q=(5, 0, 3), tree=EACH),
+         Call("splits", (5,) * 3, (90, 3, 70), 95, num_splits=2, tree=EACH),
+         # Bit 63 of a word, more rows than a tile has, and keys that are split.
+         Call("draft_of_64", (64,) * 2, (185, 46), 190, leftpad=(5, 20), seqused_q=(64, 33), num_splits=3,
+              tree=draft(PARENTS.clamp(min=-1).tolist()))]
 
 
-def tensors(dtype, rows, size, batch_size=3, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(batch_size, n, s, 16, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
-            for n, s in ((4, rows), (2, size), (2, size))]
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_against_a_loop(call, backend):
+    check_call(backend, call, BACKENDS[backend])
 
 
-def check(backend, q, k, v, lengths, tree_mask, seqused_q=None, leftpad=None, **options):
-    want, want_lse = by_loop(*(x.cpu() for x in (q, k, v)), lengths, tree_mask, seqused_q, leftpad)
-    given = {name: ints(*x) for name, x in (("seqused_q", seqused_q), ("leftpad_k", leftpad)) if x is not None}
-    out, lse = attention_with_kvcache(q, k, v, ints(*lengths), tree_mask=tree_mask.to(DEVICE), return_lse=True,
-                                      backend=backend, **given, **options)
-    close(out, want, TOLERANCE[q.dtype])
-    close(lse, want_lse, 1e-10 if q.dtype == torch.float64 else 1e-5)
-
-
-EACH = torch.stack([BRANCHES, CAUSAL, ~CAUSAL])
-
-
-@pytest.mark.parametrize("tree_mask, more", [
-    (BRANCHES, {}), (BRANCHES, dict(leftpad=(7, 0, 1))), (EACH, dict(seqused_q=(5, 0, 3))), (EACH, dict(num_splits=2))])
-def test_against_a_loop(tree_mask, more, backend):
-    """The second sample has fewer keys than rows, and the last of EACH hides all new keys of some rows."""
-    check(backend, *tensors(BACKENDS[backend], 5, 90), (90, 3, 70), tree_mask, **more)
-
-
-def test_drafts_of_64_tokens(backend):
-    """Bit 63 of a word, more rows than a tile has, and keys that are split."""
-    parents = torch.arange(64) - 1 - torch.randint(3, (64,), generator=torch.Generator().manual_seed(0))
-    check(backend, *tensors(BACKENDS[backend], 64, 190, 2), (190, 66), draft(parents.clamp(min=-1).tolist()), (64, 33),
-          (5, 20), num_splits=3)
+@st.composite
+def drawn_calls(draw):
+    rows, keys = draw(st.integers(1, 20)), draw(st.tuples(*[st.integers(0, 60)] * 2))
+    density = torch.rand(2, rows, rows, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    return Call("drawn", (rows,) * 2, keys, 80, leftpad=draw(st.none() | st.tuples(*[st.integers(0, 20)] * 2)),
+                seqused_q=draw(st.none() | st.tuples(*[st.integers(0, rows)] * 2)), tree=density < 0.4)
 
 
 def test_drawn_masks(backend):
     is_interpreted = backend == "triton" and not HAS_GPU
+    check_drawn(lambda call: check_call(backend, call, BACKENDS[backend]), 0, 5 if is_interpreted else 40,
+                call=drawn_calls())
 
-    @settings(max_examples=5 if is_interpreted else 40, database=None, deadline=None, derandomize=True,
-              suppress_health_check=[HealthCheck.too_slow])
-    @given(rows=st.integers(1, 20), seed=st.integers(0, 99), data=st.data())
-    def check_drawn(rows, seed, data):
-        used = st.integers(0, rows)
-        lengths = data.draw(st.tuples(*[st.integers(0, 80)] * 2))
-        seqused_q = data.draw(st.none() | st.tuples(used, used))
-        leftpad = data.draw(st.none() | st.tuples(*(st.integers(0, n) for n in lengths)))
-        density = torch.rand(2, rows, rows, generator=torch.Generator().manual_seed(seed))
-        check(backend, *tensors(BACKENDS[backend], rows, 80, 2, seed), lengths, density < 0.4, seqused_q, leftpad)
 
-    check_drawn()
+def inputs(call, dtype):
+    """(q, k_cache, v_cache) and the other tensors of a call, on the device."""
+    *qkv, given = make(call, dtype)
+    return [on_device(x) for x in qkv], {name: on_device(x) for name, x in given.items()}
 
 
 def test_causal_as_a_tree_has_the_same_bits(backend):
-    inputs = *tensors(BACKENDS[backend], 5, 90), ints(90, 3, 66)
+    qkv, given = inputs(replace(CALLS[0], tree=CAUSAL), BACKENDS[backend])
     options = dict(return_lse=True, backend=backend)
-    got = attention_with_kvcache(*inputs, tree_mask=CAUSAL.to(DEVICE), **options)
-    assert all(map(torch.equal, got, attention_with_kvcache(*inputs, causal=True, **options)))
+    got = attention_with_kvcache(*qkv, **given, **options)
+    del given["tree_mask"]
+    assert all(map(torch.equal, got, attention_with_kvcache(*qkv, **given, causal=True, **options)))
 
 
 def test_new_keys_are_appended_to_pages(backend):
     """A draft in one call, beside one whose keys were there already."""
-    call = Call("any", (5,) * 3, (9, 5, 33), 4, is_paged=True, has_sinks=True)
-    q, k, v, given = make(call, BACKENDS[backend])
-    q, k, v, given = on_device(q), on_device(k), on_device(v), {name: on_device(x) for name, x in given.items()}
-    options = dict(tree_mask=BRANCHES.to(DEVICE), return_lse=True, backend=backend)
-    want = attention_with_kvcache(q, k, v, **given, **options)
+    (q, k, v), given = inputs(Call("any", (5,) * 3, (9, 5, 33), 4, is_paged=True, has_sinks=True, tree=BRANCHES),
+                              BACKENDS[backend])
+    want = attention_with_kvcache(q, k, v, **given, return_lse=True, backend=backend)
     ends, new = given.pop("seqused_k"), []
     for x in (k, v):
         rows = [[(given["page_table"][b, (end - 5 + t) // 4], (end - 5 + t) % 4) for t in range(5)]
@@ -124,19 +92,19 @@ def test_new_keys_are_appended_to_pages(backend):
         new.append(torch.stack([torch.stack([x[page, :, row] for page, row in places], 1) for places in rows]))
         for page, row in sum(rows, []):
             x[page, :, row] = math.nan
-    got = attention_with_kvcache(q, k, v, ends - 5, k=new[0], v=new[1], **given, **options)
+    got = attention_with_kvcache(q, k, v, ends - 5, k=new[0], v=new[1], **given, return_lse=True, backend=backend)
     assert all(map(torch.equal, got, want))
 
 
 def test_words_are_served_as_masks(backend):
-    masks = EACH.to(DEVICE)
-    inputs = *tensors(BACKENDS[backend], 5, 40), ints(40, 9, 30)
+    qkv, given = inputs(replace(CALLS[0], tree=EACH), BACKENDS[backend])
+    masks = given.pop("tree_mask")
     for mask in (masks, masks[0]):
         words = pack_tree_mask(mask)
         strided = torch.stack([words, words], -1)[..., 0]
-        want = attention_with_kvcache(*inputs, tree_mask=mask, backend=backend)
-        for given in (words, strided):
-            assert attention_with_kvcache(*inputs, tree_mask=given, backend=backend).equal(want)
+        want = attention_with_kvcache(*qkv, **given, tree_mask=mask, backend=backend)
+        for x in (words, strided):
+            assert attention_with_kvcache(*qkv, **given, tree_mask=x, backend=backend).equal(want)
 
 
 @cpu
@@ -204,24 +172,23 @@ def test_bad_input(error, match, change):
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_compiles_fullgraph(backend):
-    inputs = *tensors(BACKENDS[backend], 5, 40), ints(40, 9, 30)
+    qkv, given = inputs(CALLS[0], BACKENDS[backend])
 
-    def attend(q, k, v, lengths, tree_mask):
-        return attention_with_kvcache(q, k, v, lengths, tree_mask=tree_mask, return_lse=True, backend=backend)
+    def attend(qkv, given):
+        return attention_with_kvcache(*qkv, **given, return_lse=True, backend=backend)
 
     torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for got, want in zip(compiled(*inputs, BRANCHES.to(DEVICE)), attend(*inputs, BRANCHES.to(DEVICE))):
+    for got, want in zip(torch.compile(attend, fullgraph=True, backend="aot_eager")(qkv, given), attend(qkv, given)):
         assert_close(got, want)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_graph_serves_other_trees(backend):
-    inputs, lengths = tensors(torch.float16, 5, 150), (150, 30, 70)
-    words, seqused_k = pack_tree_mask(BRANCHES).repeat(3, 1).to(DEVICE), ints(*lengths)
-    graph, (out, _) = captured(lambda: attention_with_kvcache(*inputs, seqused_k, tree_mask=words, return_lse=True,
-                                                              backend=backend))
+    qkv, given = inputs(CALLS[0], torch.float16)
+    words = given["tree_mask"] = pack_tree_mask(given["tree_mask"]).repeat(3, 1)
+    graph, (out, _) = captured(lambda: attention_with_kvcache(*qkv, **given, return_lse=True, backend=backend))
     words.copy_(pack_tree_mask(CAUSAL))
     graph.replay()
-    close(out, by_loop(*(x.cpu() for x in inputs), lengths, CAUSAL)[0], TOLERANCE[torch.float16])
+    causal = replace(CALLS[0], tree=CAUSAL)
+    close(out, by_loop(causal, *make(causal, torch.float16))[0], TOLERANCE[torch.float16])

@@ -1,9 +1,9 @@
 """The statements of csrc's kernels that synchronize, for tests that leave out one at a time.
 
 They are found by the names of the primitives. Such a call is a statement of its own at the start of a line, or after an
-`if (...)` or `for (...)` there. If a tool cannot observe that one is missing, its line says so:
-`// unobserved by racecheck: why`, or `by the emulator`. A named barrier that one side leaves out is a deadlock. That
-shows nothing of what the barrier protects.
+`if (...)` or `for (...)` there. If the emulator cannot observe that one is missing, its line says so:
+`// unobserved by the emulator: why`. A named barrier that one side leaves out is a deadlock. That shows nothing of what
+the barrier protects.
 """
 import re
 from pathlib import Path
@@ -29,9 +29,8 @@ class Statement(NamedTuple):
     file: str
     name: str
     line: int
-    begin: int  # of the call in the file's text, and the end after its semicolon
-    end: int
-    unobserved_by: str  # a tool, or ""
+    begin: int  # of the call in the file's text
+    is_observed: bool  # by the emulator
 
     def __str__(self):
         return f"{self.file}:{self.line}-{self.name}"
@@ -61,9 +60,9 @@ def calls(file, text):
         if "__device__" in before:  # its definition
             continue
         is_alone = bool(BEFORE.fullmatch(before)) and code[end:end + 1] == ";"
-        tool = re.search(r"// unobserved by (racecheck|the emulator): .", text[end:text.find("\n", end)])
         line = text.count("\n", 0, match.start()) + 1
-        yield Statement(file, match[1], line, match.start(), end + 1, tool[1] if tool else ""), is_alone
+        is_observed = "// unobserved by the emulator: " not in text[end:text.find("\n", end)]
+        yield Statement(file, match[1], line, match.start(), is_observed), is_alone
 
 
 def kernel_files(csrc=CSRC):
@@ -76,23 +75,15 @@ def name_of(file, csrc):
     return file.relative_to(csrc).as_posix()
 
 
-def statements(*files, csrc=CSRC):
-    """Statements of some files of csrc, or of all."""
-    paths = [csrc / file for file in files] or kernel_files(csrc)
-    return [call for path in paths for call, is_alone in calls(name_of(path, csrc), path.read_text())
+def statements(csrc=CSRC):
+    """Statements of all files of csrc."""
+    return [call for path in kernel_files(csrc) for call, is_alone in calls(name_of(path, csrc), path.read_text())
             if is_alone]
-
-
-def leave_out(statement, csrc):
-    """Leaves the statement out of a copy of csrc."""
-    path = csrc / statement.file
-    text = path.read_text()
-    path.write_text(text[:statement.begin] + ";" + text[statement.end:])
 
 
 def make_switchable(csrc):
     """Lets emulator::is_left_out(n) decide of each statement in a copy of csrc, the n-th of statements()."""
-    found = statements(csrc=csrc)
+    found = statements(csrc)
     for path in kernel_files(csrc):
         text = path.read_text()
         for n, statement in reversed(list(enumerate(found))):

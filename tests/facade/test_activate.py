@@ -244,36 +244,27 @@ def assert_same_form(got, want):
 
 @cpu
 @pytest.mark.parametrize("rows_first, is_sliced", [(False, False), (False, True), (True, True)])
-@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient", "packed"])
 def test_outputs_have_the_form_that_torch_says(name, rows_first, is_sliced):
     q, k, v = make_qkv([(2, 3, 33, 16), (2, 3, 21, 16), (2, 3, 21, 16)], torch.float16, rows_first)
     if is_sliced:
         q, k, v = (x[..., :8] for x in (q, k, v))
-    bias = randn(2, 3, 33, 21, seed=3, dtype=torch.float16)
-    inputs = (q, k, v) if name == "flash" else (q, k, v, bias, True)
-    full = f"_scaled_dot_product_{name}_attention"
-    got = aten.OPS[full](*inputs)
-    assert_same_form(got, as_torch_says(full, *inputs))
-    dout = torch.ones_like(got[0])
-    if name == "flash":
-        inputs = dout, q, k, v, *got[:2], None, None, 33, 21, 0.0, False, *got[6:8]
-    elif name == "cudnn":
-        inputs = dout, q, k, v, *got[:2], *got[6:8], bias, None, None, 33, 21, 0.0, False
+    rest = 33, 21, 0.0, False
+    if name == "packed":
+        forward, backward, bounds = "_flash_attention_forward", "_flash_attention_backward", 2 * [cu_seqlens([13, 20])]
+        q, k, v = (x[0].transpose(0, 1) for x in (q, q, q))
+        got = aten.OPS[forward](*(inputs := (q, k, v, *bounds, *rest, False)))
+        saved = q, k, v, *got[:2], *bounds, *rest, *got[2:4]
     else:
-        inputs = dout, q, k, v, bias, *got, 0.0, [True] * 4
-    assert_same_form(aten.OPS[full + "_backward"](*inputs), as_torch_says(full + "_backward", *inputs))
-
-
-@cpu
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_outputs_of_flash_have_the_form_that_torch_says(is_packed):
-    bounds = 2 * [cu_seqlens([3, 4]) if is_packed else None]
-    q, k, v = (randn(*[2] * (not is_packed), 7, 3, 8, seed=seed, dtype=torch.bfloat16) for seed in range(3))
-    inputs = q, k, v, *bounds, 7, 7, 0.0, True, False
-    got = aten.flash(*inputs)
-    assert_same_form(got, as_torch_says("_flash_attention_forward", *inputs))
-    inputs = q, q, k, v, *got[:2], *bounds, 7, 7, 0.0, True, *got[2:4]
-    assert_same_form(aten.flash_backward(*inputs), as_torch_says("_flash_attention_backward", *inputs))
+        forward, bias = f"_scaled_dot_product_{name}_attention", randn(2, 3, 33, 21, seed=3, dtype=torch.float16)
+        backward = forward + "_backward"
+        got = aten.OPS[forward](*(inputs := (q, k, v) if name == "flash" else (q, k, v, bias, True)))
+        saved = {"flash": (q, k, v, *got[:2], None, None, *rest, *got[6:8]),
+                 "cudnn": (q, k, v, *got[:2], *got[6:8], bias, None, None, *rest),
+                 "efficient": (q, k, v, bias, *got[:4], 0.0, [True] * 4)}[name]
+    assert_same_form(got, as_torch_says(forward, *inputs))
+    dout = torch.ones_like(got[0])
+    assert_same_form(aten.OPS[backward](dout, *saved), as_torch_says(backward, dout, *saved))
 
 
 # Calls that stay with torch.
@@ -433,22 +424,6 @@ def test_activate_without_kernels_for_gpus(monkeypatch):
     assert not is_active()
 
 
-@cpu
-def test_calls_that_are_not_served_reach_the_original(on_cpu):
-    """With their arguments, forward and backward; others never do."""
-    q, k, v = qkv_of()
-    assert ATEN._scaled_dot_product_flash_attention(q, k, v)[0].shape == q.shape
-    with pytest.raises(Original) as error:
-        ATEN._scaled_dot_product_flash_attention(q, k, v, 0.1, True, scale=0.5)
-    name, args, options = error.value.args
-    assert name == "_scaled_dot_product_flash_attention" and args[3:] == (0.1, True) and options == {"scale": 0.5}
-    assert all(x is y for x, y in zip(args, (q, k, v)))
-    with pytest.raises(Original, match="_scaled_dot_product_efficient_attention"):
-        ATEN._scaled_dot_product_efficient_attention(q.float(), k.float(), v.float(), None, False)
-    with pytest.raises(Original, match="_scaled_dot_product_cudnn_attention_backward"):
-        ATEN._scaled_dot_product_cudnn_attention_backward(q, q, k, v, q, q, q, q, None, None, None, 5, 5, 0.1, False)
-
-
 def ops_of(q, k, v, bias):
     """The three ops of scaled_dot_product_attention, and the masks that they apply."""
     rows, keys = q.shape[2], k.shape[2]
@@ -569,6 +544,8 @@ UNUSUAL = {
     "padded lse": ("_scaled_dot_product_efficient_attention", lambda q: (q, q, q, None, True)),
     "heads first": ("_scaled_dot_product_efficient_attention", lambda q: (*3 * [q.new_zeros(2, 2, 32, 8)], None, True)),
     "grouped": ("_scaled_dot_product_efficient_attention", lambda q: (q, q[:, :1], q[:, :1], None, True)),
+    "backward": ("_scaled_dot_product_cudnn_attention_backward",
+                 lambda q: (*8 * (q,), None, None, None, 9, 9, 0.1, False)),
 }
 
 
@@ -579,12 +556,13 @@ def test_unusual_calls_are_left_to_python(asked, name, arguments):
     inputs = arguments(make_qkv([(2, 2, 9, 8)], torch.float16, rows_first=True)[0])
     want = None
     with contextlib.suppress(aten.Unserved):
-        want = aten.OPS[name](*inputs)
+        want = aten.OPS[name](*inputs, scale=0.5)
     asked.clear()
     try:
-        got = getattr(ATEN, name)(*inputs)
+        got = getattr(ATEN, name)(*inputs, scale=0.5)
     except Original as error:
-        assert want is None and all(x is y for x, y in zip(error.args[1], inputs) if isinstance(x, torch.Tensor))
+        assert want is None and error.args[0] == name and error.args[2] == {"scale": 0.5}
+        assert all(x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(error.args[1], inputs))
     else:
         assert got[0].equal(want[0])
         assert_same_form(got, want)

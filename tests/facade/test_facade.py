@@ -153,9 +153,10 @@ def test_seq_lens_of_every_kind(backend, device):
                                    (2, 0, 4, 20, 20)], ids=str)
 def test_empty_inputs(backend, device, shape):
     q, k, v = qkv(*shape, device=device)
-    out, lse = flash_attention(q, k, v, return_lse=True, backend=backend)
-    assert out.shape == q.shape and lse.shape == q.shape[:3]
-    assert (out == 0).all() and (lse == -math.inf).all()
+    for dropout_p in (0.0, 0.5):
+        out, lse = flash_attention(q, k, v, dropout_p=dropout_p, return_lse=True, backend=backend)
+        assert out.shape == q.shape and lse.shape == q.shape[:3]
+        assert (out == 0).all() and (lse == -math.inf).all()
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if BACKENDS[name].has_forward_mode])
@@ -189,34 +190,6 @@ def test_last_dimension_that_is_not_contiguous(backend, device):
     assert q.stride(-1) != 1
     out = flash_attention(q, k, v, backend=backend)
     torch.testing.assert_close(out, reference_attention(q, k, v), rtol=1e-5, atol=1e-5)
-
-
-def out_and_gradients(q, k, v, dout, dlse, *args, **options):
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, lse = flash_attention(*inputs, *args, **options, return_lse=True)
-    return out, lse, *torch.autograd.grad((out, lse), inputs, (dout, dlse))
-
-
-@pytest.mark.parametrize("causal, seq_lens, Sk, unseen_rows, dtype, junk, sm_scale", [
-    (False, [5, 20], 20, slice(5, None), torch.float32, math.nan, None),
-    (False, [5, 20], 20, slice(5, None), torch.bfloat16, math.inf, 0.0),
-    (True, [5, 20], 20, slice(5, None), torch.float64, math.inf, -0.3),
-    (True, None, 12, slice(8), torch.bfloat16, math.nan, -0.3),
-    (True, None, 12, slice(8), torch.float64, math.nan, 0.0),
-    (True, None, 12, slice(8), torch.float32, math.inf, None),
-], ids=str)
-def test_torch_backend_ignores_nan_in_padding(dtype, causal, seq_lens, Sk, unseen_rows, junk, sm_scale):
-    device = IMPLEMENTATIONS["torch"][1]
-    q, k, v = qkv(Hk=2, Sk=Sk, device=device, dtype=dtype)
-    dout, dlse = torch.ones_like(q), torch.ones_like(q[..., 0], dtype=torch.promote_types(dtype, torch.float32))
-    options = dict(causal=causal, seq_lens=seq_lens, sm_scale=sm_scale, backend="torch")
-    want = out_and_gradients(q, k, v, dout, dlse, **options)
-    for x in (q, dout, dlse):
-        x[0, :, unseen_rows] = junk
-    if seq_lens is not None:
-        k[0, :, seq_lens[0]:], v[0, :, seq_lens[0]:] = junk, junk
-    for x, y in zip(out_and_gradients(q, k, v, dout, dlse, **options), want):
-        torch.testing.assert_close(x, y)
 
 
 @pytest.fixture
@@ -394,15 +367,6 @@ def test_seq_lens_without_real_tensors(backend, device):
         assert flash_attention(*fakes, seq_lens=[5, 20], backend=backend).shape == want.shape
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("seq_lens", [[5, 20], torch.tensor([5, 20])], ids=["list", "tensor"])
-def test_seq_lens_under_capture_must_be_on_the_gpu(seq_lens, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    q = torch.empty(2, 4, 20, 16, device="cuda")
-    with pytest.raises(ValueError, match="pass a GPU tensor"):
-        flash_attention(q, q, q, seq_lens=seq_lens)
-
-
 def test_seq_lens_of_fake_tensors_on_a_gpu():
     """No GPU is asked whether a graph is captured."""
     with FakeTensorMode():
@@ -475,16 +439,6 @@ def test_reference_computes_16_bit_inputs_in_fp32(dtype):
     assert got.equal(out.to(dtype)) and got_lse.equal(lse)
     q, k, v = (x[:, 0] for x in (q, k, v))
     assert blockwise_attention(q, k, v, 8).equal(blockwise_attention(q.float(), k.float(), v.float(), 8).to(dtype))
-
-
-def test_reference_by_hand():
-    """Two keys of which the second is hidden from the first row, numbers one can check in the head."""
-    q = torch.tensor([[[1.0], [2.0]]])
-    k, v = torch.tensor([[[0.0], [1.0]]]), torch.tensor([[[10.0], [20.0]]])
-    out, lse = reference_attention(q, k, v, True, return_lse=True)
-    e2 = math.exp(2)
-    torch.testing.assert_close(out.flatten(), torch.tensor([10.0, (10 + 20 * e2) / (1 + e2)]))
-    torch.testing.assert_close(lse.flatten(), torch.tensor([0.0, math.log(1 + e2)]))
 
 
 @pytest.mark.parametrize("n, block_size, scale", [(256, 64, 1.0), (256, 64, 30.0), (100, 33, 3.0), (5, 1, 1.0),

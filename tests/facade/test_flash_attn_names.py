@@ -6,20 +6,16 @@ What changes the imports of a process is tested in processes of its own, or undo
 import importlib
 import importlib.metadata
 import importlib.util
-import os
-import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import pytest
 import torch
 
 import minimal_attn
+from cases import in_a_new_process
 from minimal_attn.flash_attn import bert_padding, flash_attn_interface, install as as_flash_attn
 from test_transformers import check_llama, padding_mask
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 cpu = pytest.mark.cpu
 
@@ -151,43 +147,11 @@ def test_install_twice_and_undo():
 
 
 @cpu
-def test_many_threads_install_and_undo():
-    before, start, errors = list(sys.meta_path), threading.Barrier(8), []
-
-    def work(undoes):
-        try:
-            start.wait()
-            for _ in range(50):
-                minimal_attn.install_as_flash_attn()
-                if undoes:
-                    minimal_attn.uninstall_as_flash_attn()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(i % 2,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    minimal_attn.install_as_flash_attn()
-    assert not errors and sys.meta_path == [*before, as_flash_attn._FINDER]
-    undo = threading.Thread(target=minimal_attn.uninstall_as_flash_attn)
-    undo.start()
-    undo.join()
-    assert sys.meta_path == before
-
-
-def run(code, *folders):
-    """stdout of a process of its own, which finds modules in these folders as well."""
-    path = os.pathsep.join(map(str, (ROOT, *folders)))
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
-                          text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-REFUSED = """
-import sys, minimal_attn
+def test_another_flash_attn_is_left_alone(tmp_path):
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("__version__ = 'another'")
+    said = in_a_new_process("""
+import minimal_attn
 try:
     minimal_attn.install_as_flash_attn()
 except RuntimeError as error:
@@ -195,38 +159,9 @@ except RuntimeError as error:
 minimal_attn.uninstall_as_flash_attn()
 import flash_attn
 print(flash_attn.__version__)
-"""
-
-
-@cpu
-def test_another_flash_attn_is_left_alone(tmp_path):
-    """A package is installed, imported, or known to importlib.metadata alone."""
-    package, info = tmp_path / "a" / "flash_attn", tmp_path / "b" / "flash_attn-2.0.0.dist-info"
-    for folder in (package, info):
-        folder.mkdir(parents=True)
-    (package / "__init__.py").write_text("__version__ = 'another'")
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.0.0\n")
-    forget = f"""
-import importlib.util
-sys.path.remove({str(package.parent)!r})
-del sys.modules["flash_attn"]
-print(importlib.util.find_spec("flash_attn"))
-"""
-    code = 2 * REFUSED + forget + REFUSED.partition("import flash_attn\n")[0]
-    found, version, imported, again, unasked, message = run(code, package.parent, info.parent).splitlines()
-    assert version == again == "another" and unasked == "None"
-    assert found.startswith(f"flash_attn is found at {package / '__init__.py'}; install_as_flash_attn does not")
-    assert imported.startswith("another flash_attn is imported; ")
-    assert message.startswith("flash-attn 2.0.0 is installed; ")
-
-
-@cpu
-def test_einops_through_bert_padding(monkeypatch):
-    """Code that uses flash-attn imports rearrange from there."""
-    monkeypatch.setitem(sys.modules, "einops", type("einops", (), {"rearrange": "found"}))
-    assert bert_padding.rearrange == "found"
-    with pytest.raises(AttributeError, match="has no attribute 'something'"):
-        bert_padding.something
+""", PYTHONPATH=str(tmp_path)).stdout
+    assert said.startswith(f"flash_attn is found at {tmp_path}/flash_attn/__init__.py; install_as_flash_attn does not")
+    assert said.endswith("another\n")
 
 
 # transformers, which asks for the package, its version and its distribution.

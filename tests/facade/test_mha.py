@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import minimal_attn
 from conftest import HAS_GPU
 from minimal_attn import FlashMHA
 from minimal_attn.attention import BACKENDS
@@ -88,29 +87,6 @@ def test_num_heads_k_against_repeated_weights(backend, num_heads_k):
         parameter.copy_(torch.cat([q, *(x.repeat_interleave(H // num_heads_k, 0) for x in (k, v))]).flatten(0, 1))
     x = an_input()
     assert_close(grouped(x), full(x))
-
-
-@pytest.fixture
-def received(monkeypatch):
-    """The (q, k, v) that FlashMHA hands to attention, call by call."""
-    calls = []
-    monkeypatch.setattr(minimal_attn.modules, "fast_path", lambda *args: calls.append(args[:3]) or args[0])
-    return calls
-
-
-@pytest.mark.parametrize("num_heads_k", [1, 2, H])
-def test_q_k_and_v_are_views_of_the_projection(received, num_heads_k):
-    module = FlashMHA(E, H, num_heads_k, device=DEVICE)
-    projected = []
-    module.Wqkv.register_forward_hook(lambda module, args, out: projected.append(out))
-    module(an_input())
-    (qkv,), (heads,) = projected, received
-    offset = qkv.data_ptr()
-    for x, nheads in zip(heads, (H, num_heads_k, num_heads_k)):
-        assert x.shape == (B, nheads, S, E // H) and x.data_ptr() == offset
-        assert x.stride() == (qkv.stride(0), E // H, qkv.stride(1), 1)
-        assert x.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
-        offset += nheads * E // H * x.element_size()
 
 
 @each_backend

@@ -68,22 +68,6 @@ def test_causal_bias_hides_what_its_mask_hides(backend, make, rows, keys, option
         assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:Lower right causal bias")
-@each_backend
-def test_causal_bias_under_autocast(backend):
-    q, k, v = qkv(4, 7)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        got = minimal_attn.scaled_dot_product_attention(q, k, v, causal_lower_right(4, 7), backend=backend)
-    assert_close(got.float(), flash_attention(q, k, v, True), rtol=0.02, atol=0.02)
-
-
-def test_causal_bias_forms_no_mask():
-    """float8 inputs take windows, but no masks."""
-    q, k, v = (x.to(torch.float8_e5m2) for x in qkv(9, 5))
-    for make in (causal_upper_left, causal_lower_right):
-        assert flash_attention(q, k, v, attn_bias=make(9, 5), backend="reference").isfinite().all()
-
-
 @each_backend
 def test_causal_bias_of_layers_and_grouped_heads(backend):
     q, k, v = qkv(7, 7, heads_k=2)
@@ -110,15 +94,6 @@ def test_causal_bias_of_other_sizes_is_refused():
                         attn_bias=causal_lower_right(5, 5))
     with pytest.raises(TypeError, match="^k must be a plain tensor, got CausalBias"):
         flash_attention(q, causal_lower_right(5, 9), v)
-
-
-def test_causal_bias_compiles():
-    q, k, v = qkv(5, 9)
-    torch._dynamo.reset()
-    attend = torch.compile(minimal_attn.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
-    for make in (causal_upper_left, causal_lower_right):
-        bias = make(5, 9)
-        assert_close(attend(q, k, v, bias), scaled_dot_product_attention(q, k, v, bias))
 
 
 # Subclasses that are served.
@@ -168,22 +143,6 @@ def test_served(backend, of, name):
     for got in (flash_attention(**given(inputs), **others, backend=backend),
                 flash_attention(**inputs, **given(others), backend=backend)):
         assert_close(got.as_subclass(torch.Tensor), want, rtol=1e-4, atol=1e-5)
-
-
-@each_backend
-def test_results_of_collectives_beside_plain_inputs(backend):
-    """Such results are lengths, slopes and biases of a call with gradients, and of a call on a cache."""
-    leaves, others = [x.requires_grad_() for x in qkv(5, 9)], OPTIONS["scores"] | dict(seqused_k=ints(9, 4))
-    waited = {key: AsyncCollectiveTensor(x) for key, x in others.items()}
-    got, want = (torch.autograd.grad(flash_attention(*leaves, **x, backend=backend).sum(), leaves)
-                 for x in (waited, others))
-    for x, y in zip(got, want):
-        assert_close(x, y)
-    q, k, v = (x.half() for x in qkv(5, 9))
-    pages = dict(seqused_k=ints(9, 4), page_table=ints(0, 1).view(2, 1), alibi_slopes=randn(4).abs())
-    waited = {key: AsyncCollectiveTensor(x) for key, x in pages.items()}
-    got, want = (minimal_attn.attention_with_kvcache(q, k, v, **x, backend=backend) for x in (waited, pages))
-    assert torch.equal(got, want)
 
 
 # Subclasses that are refused.
@@ -286,12 +245,6 @@ def test_wrapper_is_refused(name):
             checked |= refused(function, {alias if key == "sinks" else key: x for key, x in options.items()})
     named = {x.name for x in parameters.values() if "Tensor" in str(x.annotation)}
     assert named - checked <= UNREAD | UNREAD_BY.get(name, set())
-
-
-def test_all_functions_of_tensors_are_here():
-    functions = {name for name in minimal_attn.__all__ if inspect.isfunction(getattr(minimal_attn, name))
-                 and "Tensor" in str(inspect.signature(getattr(minimal_attn, name)).parameters)}
-    assert functions == set(CALLS)
 
 
 def test_wrapper_is_refused_by_layers():

@@ -2,52 +2,27 @@
 
 import itertools
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-import minimal_attn
-from cases import Case, make_inputs
-from minimal_attn import flash_attention, force_kernel
-from triton_ref import autotune
+from test_scores import Scored, step_of
 
 THREADS = 8
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def cases(rows):
-    return [Case("threads", B=B, H=4, Hk=Hk, Sq=rows * n + n, Sk=rows * n + n, D=D, causal=causal)
-            for n, (B, Hk, D, causal) in enumerate(itertools.product((1, 2), (2, 4), (16, 64), (False, True)), start=1)]
-
-
-class Call:
-    """One call with its derivative. seq_lens and dropout take turns with the fast path, which serves neither."""
-
-    def __init__(self, i, case, dtype, device, backend):
-        self.inputs = make_inputs(case, dtype, device, seed=i)
-        self.options = dict(causal=case.causal, deterministic=True, return_lse=True, backend=backend)
-        if i % 3 == 1:
-            self.options["seq_lens"] = torch.full((case.B,), case.Sq - i, dtype=torch.int32, device=device)
-        if i % 3 == 2:
-            seed = torch.tensor([i], device=device)
-            self.options |= dict(dropout_p=0.3, dropout_seed=seed)
-
-    def __call__(self):
-        """(out, lse without a graph, out, lse, dq, dk, dv)"""
-        with torch.no_grad():
-            inferred = flash_attention(*self.inputs, **self.options)
-        leaves = [x.detach().requires_grad_() for x in self.inputs]
-        out, lse = flash_attention(*leaves, **self.options)
-        gradients = torch.autograd.grad((out.float().square().sum() + lse[lse.isfinite()].sum()), leaves)
-        return *inferred, out.detach(), lse.detach(), *gradients
-
-
 def calls_of(device, backend, dtypes):
-    # More rows on a GPU, so that kernels of several streams run beside each other.
-    pairs = zip(cases(300 if device == "cuda" else 8), itertools.cycle(dtypes))
-    return [Call(i, case, dtype, device, backend) for i, (case, dtype) in enumerate(pairs)]
+    """Calls with their derivatives. Lengths and dropout take turns with the fast path, which serves neither."""
+    rows = 300 if device == "cuda" else 8  # more on a GPU, so that kernels of several streams run beside each other
+    calls = []
+    for n, (B, Hk, D, causal) in enumerate(itertools.product((1, 2), (2, 4), (16, 64), (False, True)), start=1):
+        size = rows * n + n
+        batch = Scored("threads", (size,) * B, (size,) * B, H=4, Hk=Hk, D=D, causal=causal, is_packed=False,
+                       seqused_k=(size - n,) * B if n % 3 == 2 else None, dropout_p=0.3 if n % 3 == 0 else 0.0)
+        calls.append(step_of(batch, dtypes[n % len(dtypes)], device, backend, n))
+    return calls
 
 
 def in_threads(calls, stream=None):
@@ -97,33 +72,3 @@ def test_threads_on_gpu_get_the_same_bits(backend, streams):
     got = in_threads(calls, (lambda i: pool[i % streams]) if streams else None)
     torch.cuda.synchronize()
     check_equal(got, want)
-
-
-def test_force_kernel_holds_in_all_threads():
-    q = torch.empty(1, 1, 8, 64, dtype=torch.float16)
-    library = minimal_attn.load()
-    seen, is_done = set(), threading.Event()
-
-    def read():
-        while not is_done.is_set():
-            seen.add(library.which_kernel(q, q, q, capability=80)[0])
-
-    with ThreadPoolExecutor(2) as pool, force_kernel("simt"):
-        readers = [pool.submit(read) for _ in range(2)]
-        deadline = time.monotonic() + 60
-        while len(seen) < 2 and time.monotonic() < deadline:
-            with force_kernel("sm80"):
-                pass
-        is_done.set()
-        for reader in readers:
-            reader.result()
-    assert seen == {"simt", "sm80"}
-
-
-def test_threads_write_autotune_choices(tmp_path, capsys):
-    """Each choice is written whole, and without a complaint."""
-    file = tmp_path / "choices.json"
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda i: autotune._write(file, {str(i): i}), range(200)))
-    assert capsys.readouterr().err == ""
-    assert len(autotune._read(file)) == 1 and list(tmp_path.iterdir()) == [file]

@@ -5,7 +5,6 @@ csrc's binding for torch's stable ABI is compiled with g++ alone and linked with
 
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -17,13 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimal_attn import _build, flash_attention, flash_attn_varlen_func, stable
+from minimal_attn import _build, stable
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles the binding
 ROOT = Path(__file__).resolve().parents[2]
 OPS = "flash_forward", "flash_backward"
 DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
-NUM_CASES = 16
 
 
 def objects():
@@ -63,7 +61,7 @@ def site(tmp_path_factory):
 
 def in_wheel(site, code, **env):
     """Runs code in a process with the wheel and without a compiler, and returns the text that it prints."""
-    path = os.pathsep.join([str(site), str(ROOT / "tests"), str(ROOT / "tests/tools")])
+    path = os.pathsep.join([str(site), *(str(ROOT / "tests" / name) for name in ("", "attention", "tools"))])
     env = os.environ | {"PYTHONPATH": path, "CXX": "no-such-compiler", "CUDA_HOME": "/no/such/folder"} | env
     run = subprocess.run([sys.executable, "-c", code], cwd=site, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -72,53 +70,17 @@ def in_wheel(site, code, **env):
 
 # The results of a call, bit by bit.
 
-def calls(device):
-    """(function, (q, k, v), other tensors with gradients, options) of calls of csrc, dense and packed."""
-    for seed in range(NUM_CASES):
-        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        dtype = rng.choice(DTYPES[:3] if device == "cuda" else DTYPES)
-
-        def randn(*shape):
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
-
-        nheads_k, head_dim, head_dim_v = rng.randint(1, 2), rng.choice((8, 24)), rng.choice((8, 9))
-        nheads = nheads_k * rng.randint(1, 2)
-        options = {"window_size": (rng.choice((-1, 2)), rng.choice((-1, 1))), "causal": rng.random() < 0.5,
-                   "softcap": rng.choice((0.0, 3.0)), "deterministic": True, "backend": "cuda", "return_lse": True}
-        tensors = {}
-        if rng.random() < 0.4:
-            options |= {"dropout_p": 0.25, "dropout_seed": torch.tensor([seed], device=device)}
-        if rng.random() < 0.4:
-            options["alibi_slopes"] = torch.rand(nheads, generator=generator).to(device)
-        if rng.random() < 0.4:
-            tensors["sinks"] = randn(nheads).to(torch.float64 if dtype == torch.float64 else torch.float32)
-        if seed % 2:
-            ends = torch.tensor([0, 3, 4, 13], dtype=torch.int32, device=device)
-            qkv = randn(13, nheads, head_dim), randn(13, nheads_k, head_dim), randn(13, nheads_k, head_dim_v)
-            options |= dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=9, max_seqlen_k=9)
-            yield flash_attn_varlen_func, qkv, tensors, options
-            continue
-        q = randn(2, 11, nheads, head_dim).transpose(1, 2)  # not contiguous
-        if rng.random() < 0.5:
-            tensors["attn_bias"] = randn(1, nheads, 11, 13)
-        qkv = q, randn(2, nheads_k, 13, head_dim), randn(2, nheads_k, 13, head_dim_v)
-        yield flash_attention, qkv, tensors, options
-
-
 def results(device):
-    """Outputs and gradients of these calls. Where autograd has no part in it, the outputs of another way follow."""
-    found = []
-    for function, qkv, tensors, options in calls(device):
-        plain = function(*qkv, **tensors, **options)[:2]
-        leaves = [x.requires_grad_() for x in (*qkv, *tensors.values())]
-        out, lse = function(*qkv, **tensors, **options)[:2]
-        loss = out.double().square().sum() + torch.where(lse.isfinite(), lse, 0).double().sum()
-        found += [*plain, out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
-    return [x.cpu() for x in found]
+    """Those of calls of csrc with changed scores, dense and packed."""
+    from test_scores import BATCHES, step_of
+
+    dtypes = DTYPES[:3] if device == "cuda" else DTYPES
+    return [x.cpu() for i, batch in enumerate(BATCHES)
+            for x in step_of(batch, dtypes[i % len(dtypes)], device, "cuda", i)()]
 
 
 def assert_same(from_wheel, ours):
-    assert len(ours) == len(from_wheel) >= 7 * NUM_CASES
+    assert len(ours) == len(from_wheel)
     for x, y in zip(ours, from_wheel):
         assert x.stride() == y.stride() and torch.equal(x, y)  # lse of rows without keys is -inf, nothing is NaN
 
@@ -356,17 +318,6 @@ def test_wheel_refuses_another_cuda_or_gpu(cuda, capabilities, says, monkeypatch
     reason = why_not(on_gpu=True)
     assert reason is None if says is None else says in reason
     assert why_not() is None  # the CPU is served
-
-
-def test_wheel_says_so_before_a_symbol_is_missing(site, monkeypatch):
-    monkeypatch.setattr(_build, "WHEEL", site / "minimal_attn" / "_stable.so")
-    monkeypatch.setattr(torch, "__version__", "2.10.0")
-    monkeypatch.setattr(stable, "Library", None)
-    stable.why_not.cache_clear()
-    with pytest.raises(RuntimeError, match="the wheel of minimal_attn is for torch 2.11"):
-        _build._of_wheel()
-    assert "torch 2.11" in _build.why_not()
-    stable.why_not.cache_clear()
 
 
 # The file.

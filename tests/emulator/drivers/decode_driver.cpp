@@ -4,15 +4,11 @@
 // must have the same bits.
 //
 //   nvcc -std=c++20 -Icsrc -x cu tests/emulator/drivers/decode_driver.cpp     test_emulator.py builds it for the emulator
-//   ./a.out [case...]     all cases if none is named; the emulator's options are those of driver.cpp
-//     --valid-only        leave what must not be read of the cache uninitialized, for initcheck
-//     --part=0/4          every fourth case from the first on
+//
+// driver_common.h has the options.
 #include <algorithm>
 #include <climits>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -31,7 +27,7 @@ using namespace device;
 #include "cache/prefill_sm90.cu"
 using namespace device;
 #endif
-#include "driver_memory.h"
+#include "driver_common.h"
 #include "ops/cache_launches.h"
 
 struct Case {
@@ -157,9 +153,7 @@ const std::vector<Case> cases = {
     prefill({"mixed_padding", b16, 2, 1, 0, 64, 64, 32, 5, {150, 150}, -1, 0, {}, {0, 5, 100}}, 20),
 };
 
-bool valid_only = false;
-
-// What has ones in all bits is NaN, or must be written before it is read. With --valid-only it stays on the host.
+// What has ones in all bits is NaN, or must be written before it is read.
 template <typename T> struct Memory {
     std::vector<T> host;
     T *device;
@@ -167,20 +161,9 @@ template <typename T> struct Memory {
     Memory(const Memory &) = delete;
     ~Memory() { release(device); }
     size_t bytes() const { return host.size() * sizeof(T); }
-    void upload() {
-        if (!valid_only) return copy(device, host.data(), bytes());
-        for (auto end = host.begin(); end != host.end();) {
-            const auto begin = std::find_if(end, host.end(), is_valid);
-            end = std::find_if_not(begin, host.end(), is_valid);
-            copy(device + (begin - host.begin()), host.data() + (begin - host.begin()), (end - begin) * sizeof(T));
-        }
-    }
+    void upload() { copy(device, host.data(), bytes()); }
     void fetch() { copy(host.data(), device, bytes()); }
     void make_nan() { std::memset(static_cast<void *>(host.data()), 0xff, bytes()), upload(); }
-    static bool is_valid(const T &x) {
-        const auto *byte = reinterpret_cast<const unsigned char *>(&x);
-        return std::any_of(byte, byte + sizeof(T), [](unsigned char bits) { return bits != 0xff; });
-    }
 };
 
 int clamp(int x, int most) { return std::max(0, std::min(x, most)); }
@@ -369,10 +352,9 @@ template <typename T> struct Call {
         std::vector<std::unique_ptr<Memory<char>>> workspaces;  // until all launches have ended
         auto decode = [&](DecodeParams launched, int64_t bytes, int64_t counts,
                           void (*flash_decode)(const DecodeParams &)) {
-            // Gaps in it are read, and what is read there is ignored. So it is NaN for initcheck, too.
+            // Gaps in it are read, and what is read there is ignored.
             const Memory<char> &workspace =
                 *workspaces.emplace_back(std::make_unique<Memory<char>>(std::vector<char>(bytes + 1, char(0xff))));
-            copy(workspace.device, workspace.host.data(), workspace.bytes());
             launched.workspace = workspace.device, launched.counters = p.counters, p.counters += counts;
             flash_decode(launched);
         };
@@ -494,26 +476,12 @@ template <typename T> void check_causal(const Call<T> &x) {
         throw std::runtime_error("the causal mask gives other bits than the tree mask");
 }
 
-std::vector<std::string> schedules;
-
-void choose_schedule([[maybe_unused]] const std::string &name) {
-#if MINIMAL_ATTN_EMULATED
-    const unsigned seed = std::stoul(name.substr(name.find('=') + 1));
-    const auto mode = name.starts_with("--early")  ? emulator::Mode::kEarly
-                      : name.starts_with("--late") ? emulator::Mode::kLate
-                                                   : emulator::Mode::kRandom;
-    emulator::schedule = {mode, seed};
-    // Two stages fit 99 KB, as a GPU of compute capability 8.6 has them, and three fit 227 KB.
-    const int kilobytes = mode == emulator::Mode::kLate ? 99 : 227;
-    emulator::gpu = {.num_sms = int(seed % 4) + 1, .max_shared_memory = size_t(kilobytes) << 10};
-#endif
-}
-
 // With num_splits a sample's bits depend on it alone, not on its batch, the schedule or the size of the GPU.
 template <typename T> void run(const Case &c, double epsilon, const std::vector<std::string> &schedules) {
     std::vector<T> bits;
     for (const std::string &name : schedules) try {
-            choose_schedule(name);
+            // Two stages fit 99 KB, as a GPU of compute capability 8.6 has them, and three fit 227 KB.
+            choose_schedule(name, name.starts_with("--late") ? 99 << 10 : 227 << 10);
             Call<T> call(c, -1);
             for (bool has_first_prefill : {true, false}) {
                 if (!has_first_prefill && !call.is_mixed) break;
@@ -541,44 +509,8 @@ template <typename T> void run(Case c, double epsilon) {
     run<T>(c, epsilon, {schedules.back()});
 }
 
-size_t part = 0, parts = 1;
-
-bool take_option(const std::string &argument) {
-    const std::string value = argument.substr(argument.find('=') + 1);
-    if (argument == "--valid-only") valid_only = true;
-    else if (argument.starts_with("--part="))
-        part = std::stoul(value), parts = std::stoul(value.substr(value.find('/') + 1));
-#if MINIMAL_ATTN_EMULATED
-    else if (argument.starts_with("--without=")) emulator::left_out = std::stoi(value);
-    else if (argument.starts_with("--")) schedules.push_back(argument);
-#endif
-    else return false;
-    return true;
-}
-
 int main(int argc, char **argv) {
-    std::vector<std::string> names(argv + 1, argv + argc);
-    std::erase_if(names, take_option);
-#if MINIMAL_ATTN_EMULATED
-    if (schedules.empty()) schedules = {"--early=1", "--late=2", "--random=3"};
-#else
-    schedules = {"on the GPU"};
-#endif
-    size_t passed = 0, failed = 0, i = 0;
-    for (const Case &c : cases) {
-        if (!names.empty() && !std::count(names.begin(), names.end(), c.name)) continue;
-        if (i++ % parts != part) continue;
-        try {
-            c.dtype == f16 ? run<__half>(c, 0x1p-10) : run<__nv_bfloat16>(c, 0x1p-7);
-            passed++;
-        } catch (const std::exception &error) {
-            std::printf("%s: %s\n", c.name, error.what());
-            failed++;
-        }
-#if MINIMAL_ATTN_EMULATED
-        if (failed && emulator::left_out >= 0) break;
-#endif
-    }
-    std::printf("%zu passed, %zu failed\n", passed, failed);
-    return failed > 0 || passed < std::max<size_t>(1, names.size());
+    return run_cases(argc, argv, cases, [](const Case &) { return true; }, [](const Case &c) {
+        c.dtype == f16 ? run<__half>(c, 0x1p-10) : run<__nv_bfloat16>(c, 0x1p-7);
+    });
 }

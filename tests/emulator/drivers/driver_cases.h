@@ -16,7 +16,7 @@ enum Layout {
     kExpanded,  // one head of one sample for all, strides of 0; the output is kHeads
 };
 
-enum Tiling { kBest, kNarrow, kWide, kSm80, kSm80Narrow, kSm90, kDmma };  // the size of tiles, or another kernel
+enum Tiling { kBest, kNarrow, kSm80, kSm80Narrow, kSm90, kDmma };  // the size of tiles, or another kernel
 
 struct Case {
     const char *name;
@@ -86,7 +86,7 @@ Case lengths_of_keys(Case c, std::vector<int> seqused_k) {
     return c;
 }
 
-constexpr DType f64 = DType::kFloat64, boolean = DType::kBool, f32 = DType::kFloat32;
+constexpr DType boolean = DType::kBool, f32 = DType::kFloat32;
 constexpr DType f16 = DType::kFloat16, b16 = DType::kBFloat16;
 const std::vector<Case> cases = {
     // name, dtype, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, is_causal, ...
@@ -106,15 +106,9 @@ const std::vector<Case> cases = {
     {"bf16_256",          b16, 1, 1, 1,  33,  40, 256, false, kGaps},
     {"bf16_128_narrow",   b16, 1, 2, 1,  65,  65,  68, false, kGaps,     {33}, kNarrow},
     {"bf16_256_narrow",   b16, 1, 1, 1,  33,  17, 160, true,  kHeads,    {}, kNarrow},
-#if MINIMAL_ATTN_EMULATED  // tiles for long sequences can be named in a driver that includes them
     {"fp32_64_long",      f32, 1, 1, 1, 520,  70,  64, false, kRows},
     {"fp32_128_long",     f32, 1, 1, 1, 514,  40, 128, true,  kHeads},
     {"fp32_256_long",     f32, 1, 1, 1, 513,  20, 136, false, kGaps},
-#else
-    {"fp32_64_wide",      f32, 1, 2, 1, 140, 140,  64, false, kRows,     {133}, kWide},
-    {"fp32_128_wide",     f32, 1, 1, 1, 129, 130, 128, true,  kHeads,    {},   kWide},
-    {"fp32_256_wide",     f32, 1, 1, 1,  65, 129, 253, false, kGaps,     {},   kWide},
-#endif
 #if HAS_GPU
     {"sm80_fp16_64",      f16, 1, 2, 1, 130, 150,  64, true,  kHeads,    {},   kSm80, 0.25},
     {"sm80_fp16_96",      f16, 1, 1, 1, 129,  70,  88, false, kRows,     {},   kSm80},
@@ -141,10 +135,6 @@ const std::vector<Case> cases = {
     {"sm80_order",        b16, 1, 2, 1,  70, 200,  96, false, kHeads,    {},   kSm80},
     {"sm80_order_causal", f16, 1, 1, 1, 130, 260,  80, true,  kRows,     {},   kSm80},
     {"sm80_order_narrow", f16, 1, 1, 1,  40, 130, 136, true,  kRows,     {},   kSm80Narrow},
-#else
-    {"fp64_64",           f64, 2, 2, 1,  67,  67,  20, true,  kGaps,     {66, 5}, kBest, 0.25},
-    {"fp64_128",          f64, 1, 1, 1,  33,  40,  70, false, kOffset},
-    {"fp64_256",          f64, 1, 2, 2,  40,  33, 130, true,  kRows},
 #endif
     // What else the interface allows.
     {"gqa",               f32, 2, 6, 2,   3,  70,  16, true,  kRows},
@@ -378,4 +368,5 @@ bool is_sm90_backward(const Case &c) {
     return c.max_head_dim() <= 128 || (c.softcap == 0 && !c.has_alibi);
 }
 bool is_sm80(const Case &c) { return c.tiling == kSm80 || c.tiling == kSm80Narrow; }
+bool is_narrow(const Case &c) { return c.tiling == kNarrow || c.tiling == kSm80Narrow; }
 bool needs_hopper(const Case &c) { return c.tiling == kSm90 || c.tiling == kDmma; }

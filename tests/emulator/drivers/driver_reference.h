@@ -1,35 +1,29 @@
 // The tensors of a case of driver.cpp, and attention and its gradients in double precision, written as plain loops.
-// Include it after driver_memory.h and driver_cases.h.
+// Include it after driver_common.h and driver_cases.h.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
 #include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-bool overrun = false, valid_only = false;  // the options of the same names
-
 // [batch_size, heads, rows, head_dim], on host and device; NaN (all bits set, in any dtype) where nothing was written.
 template <typename T> struct Buffer {
     int64_t heads, head_dim, row_stride, head_stride, batch_stride, offset;
     std::vector<T> host;
     T *device;
-    bool poison;  // NaN on the device too, where nothing was written
 
-    Buffer(int batch_size, int heads_, int rows, int head_dim_, Layout layout = kHeads, bool poison = true)
+    Buffer(int batch_size, int heads_, int rows, int head_dim_, Layout layout = kHeads)
         : heads(heads_), head_dim(head_dim_),
           row_stride(layout == kRows ? heads * head_dim : head_dim + (layout == kGaps) + 8 * (layout == kSlices)),
           head_stride(layout == kRows ? head_dim : layout == kExpanded ? 0 : rows * row_stride),
           batch_stride(layout == kExpanded ? 0 : heads * rows * row_stride), offset(layout == kOffset),
-          host(index(batch_size - 1, heads - 1, rows - 1) + head_dim), device(static_cast<T *>(allocate(bytes()))),
-          poison(poison) {
-        make_nan(poison);
+          host(index(batch_size - 1, heads - 1, rows - 1) + head_dim), device(static_cast<T *>(allocate(bytes()))) {
+        make_nan();
     }
     Buffer(const Buffer &) = delete;
     ~Buffer() { release(device); }
@@ -41,16 +35,14 @@ template <typename T> struct Buffer {
     }
     double at(int64_t b, int64_t h, int64_t r, int64_t d) const { return decode(host[index(b, h, r) + d]); }
     void fetch() { copy(host.data(), device, bytes()); }
-    void make_nan(bool on_device = true) {
-        std::memset(static_cast<void *>(host.data()), 0xff, bytes());
-        if (on_device) copy(device, host.data(), bytes());
-    }
+    void upload() { copy(device, host.data(), bytes()); }
+    void make_nan() { std::memset(static_cast<void *>(host.data()), 0xff, bytes()), upload(); }
     // The first sample in kHeads: zeros in all other columns.
     void set_first_column(auto value_of) {
         for (int64_t h = 0; h < heads; h++)
             for (int64_t r = 0; r < batch_stride / heads / head_dim; r++)
                 for (int64_t d = 0; d < head_dim; d++) host[index(0, h, r) + d] = encode<T>(d ? 0.f : value_of(r));
-        copy(device, host.data(), bytes());
+        upload();
     }
     void randomize(int64_t b, int64_t begin, int64_t end, std::mt19937 &random) {
         for (int64_t h = 0; h < heads; h++)
@@ -58,13 +50,7 @@ template <typename T> struct Buffer {
                 T *x = &host[index(b, h, r)];  // multiples of 1/64 in [-2, 2): exact in every dtype
                 for (int64_t d = 0; d < head_dim; d++) x[d] = encode<T>((int(random() & 255) - 128) / 64.f);
             }
-        upload(b, begin, end);
-    }
-    void upload(int64_t b, int64_t begin, int64_t end) {
-        if (poison) return copy(device, host.data(), bytes());
-        for (int64_t h = 0; h < heads; h++)
-            for (int64_t r = begin; r < end; r++)
-                copy(device + index(b, h, r), &host[index(b, h, r)], head_dim * sizeof(T));
+        upload();
     }
 };
 
@@ -130,33 +116,31 @@ bool keeps(uint32_t keep_count, uint32_t b, uint32_t h, uint32_t row, uint32_t c
 
 // The tensors of a case, on host and device.
 template <typename T> struct Tensors {
-    using S = Sum<T>;
     const Case &c;
     const Layout out_layout = c.layout == kExpanded ? kHeads : c.layout;
-    const bool poison = !valid_only;
-    Buffer<T> q{c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout, poison};
-    Buffer<T> k{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout, poison};
-    Buffer<T> v{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim_v, c.layout, poison};
+    Buffer<T> q{c.batch_size, c.nheads, c.seqlen_q, c.head_dim, c.layout};
+    Buffer<T> k{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, c.layout};
+    Buffer<T> v{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim_v, c.layout};
     // What belongs to rows that see no key may be read, and is then not used.
     Buffer<T> dout{c.batch_size, c.nheads, c.seqlen_q, c.head_dim_v, c.layout};
-    Buffer<S> dlse{c.batch_size, c.nheads, c.seqlen_q, 1, c.layout};
+    Buffer<float> dlse{c.batch_size, c.nheads, c.seqlen_q, 1, c.layout};
     Buffer<T> o{c.batch_size, c.nheads, c.seqlen_q, c.head_dim_v, out_layout};
     Buffer<T> dq{c.batch_size, c.nheads, c.seqlen_q, c.head_dim, out_layout};
     Buffer<T> dk{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, out_layout};
     Buffer<T> dv{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim_v, out_layout};
-    Buffer<S> lse{c.batch_size, c.nheads, c.seqlen_q, 1}, delta{c.batch_size, c.nheads, c.seqlen_q, 1};
+    Buffer<float> lse{c.batch_size, c.nheads, c.seqlen_q, 1}, delta{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<float> lse_log2{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<int> seqused_q{c.samples(), 1, 1, 1}, seqused_k{c.samples(), 1, 1, 1}, tile_counter{1, 1, 1, 1};
     Buffer<int> cu_seqlens_q{c.samples() + 1, 1, 1, 1}, cu_seqlens_k{c.samples() + 1, 1, 1, 1};
     Buffer<int64_t> seed{1, 1, 1, c.is_part ? 1 + 4 * c.samples() : 1};  // and origins
-    Buffer<S> sinks{1, 1, 1, c.nheads};
+    Buffer<float> sinks{1, 1, 1, c.nheads};
     Buffer<float> slopes{1, c.samples(), c.nheads, 1};
     // One element for each that is not shared. In double precision, and as the kernel reads it.
     const int64_t bias_sizes[4] = {size_of('B', c.batch_size), size_of('H', c.nheads), size_of('R', c.seqlen_q),
                                    size_of('K', c.seqlen_k)};
     std::vector<double> bias;
     std::optional<Buffer<char>> bias_bytes, mask_words;
-    std::optional<Buffer<S>> dbias;  // of a bias that is no mask
+    std::optional<Buffer<float>> dbias;  // of a bias that is no mask
     std::optional<Buffer<char>> workspace;
     AttnBackwardParams p{};
 
@@ -176,10 +160,8 @@ template <typename T> struct Tensors {
             const Span rows = rows_of(b), keys = keys_of(b);
             q.randomize(batch_of(b), rows.begin, rows.begin + rows.valid, random);
             const int first = first_key(b);  // those before it stay NaN: no row sees them, but a block may have them
-            for (Buffer<T> *x : {&k, &v}) {
-                x->upload(batch_of(b), keys.begin, keys.begin + first);
+            for (Buffer<T> *x : {&k, &v})
                 x->randomize(batch_of(b), keys.begin + first, keys.begin + keys.valid, random);
-            }
             for (int i = 0; i < rows.valid; i++) {
                 const bool sees_none = is_empty(b, i);
                 if (!sees_none) dout.randomize(batch_of(b), rows.begin + i, rows.begin + i + 1, random);
@@ -203,7 +185,7 @@ template <typename T> struct Tensors {
         p.seqused_k = uploaded(seqused_k, c.seqused_k.empty() ? c.seq_lens : c.seqused_k);
         p.lse = lse.device, p.lse_batch_stride = c.is_packed() ? 0 : int64_t(c.nheads) * c.seqlen_q;
         p.batch_size = c.samples(), p.nheads = c.nheads, p.nheads_k = c.nheads_k, p.seqlen_q = c.seqlen_q;
-        p.seqlen_k = c.seqlen_k + overrun, p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v;
+        p.seqlen_k = c.seqlen_k, p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v;
         p.dtype = c.dtype, p.sinks = c.has_sinks ? sinks.device : nullptr;
         p.set_window(c.window_left, window_right());
         if (p.has_left_bound() || p.has_right_bound() || p.cu_seqlens_q || p.seqused_q || p.seqused_k)
@@ -235,7 +217,7 @@ template <typename T> struct Tensors {
             case f16: upload(__half(), encode<__half>); break;
             case b16: upload(__nv_bfloat16(), encode<__nv_bfloat16>); break;
             case f32: upload(float(), encode<float>); break;
-            case f64: throw std::runtime_error("a bias of fp64 is not among the cases");
+            default: throw std::runtime_error("a bias of this type is not among the cases");
         }
         if (*c.bias != boolean) {
             dbias.emplace(int(bias_sizes[0]), int(nheads), int(rows), int(keys));

@@ -1,0 +1,94 @@
+// What the drivers share: numbers of 16 bits, memory of the GPU, or of the CPU by g++ and in the emulator, the options
+// of the command line and the loop over the cases. Include it after the kernels, or their headers, and
+// `using namespace device` or `host`.
+//
+//   ./a.out [case...]      all cases if none is named
+//     --part=0/4           every fourth case from the first on
+//     --forward-only-on-hopper    no backward passes of Hopper's kernels
+//
+// With MINIMAL_ATTN_EMULATED=1 a driver is linked with csrc's kernels and the emulator, and takes
+//     --early=1 --late=2 --random=3 ...    when copies and products happen, and a seed
+//     --without=17                         leave the 17th statement that synchronizes out (faults.py), and stop at the
+//                                          first case that shows it
+#pragma once
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#ifdef __CUDACC__
+template <typename T> T encode(float x) { return T(x); }
+template <typename T> double decode(T x) { return float(x); }
+void *allocate(size_t bytes) { void *p; return check_cuda(cudaMalloc(&p, bytes)), p; }
+void release(void *p) { cudaFree(p); }
+void copy(void *to, const void *from, size_t bytes) { check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyDefault)); }
+#else
+template <typename T> T encode(float x) { return from_float<T>(x); }
+template <typename T> double decode(T x) { return to_float(x); }
+void *allocate(size_t bytes) { return std::malloc(bytes); }
+void release(void *p) { std::free(p); }
+void copy(void *to, const void *from, size_t bytes) { if (bytes) std::memcpy(to, from, bytes); }
+#endif
+
+bool forward_only_on_hopper = false;
+size_t part = 0, parts = 1;
+std::vector<std::string> schedules;
+
+// By "--late=7" and the like, on a GPU with so much shared memory. There are few SMs, so that a persistent block takes
+// several tiles.
+void choose_schedule([[maybe_unused]] const std::string &name, [[maybe_unused]] size_t shared_memory) {
+#if MINIMAL_ATTN_EMULATED
+    const unsigned seed = std::stoul(name.substr(name.find('=') + 1));
+    const auto mode = name.starts_with("--early")  ? emulator::Mode::kEarly
+                      : name.starts_with("--late") ? emulator::Mode::kLate
+                                                   : emulator::Mode::kRandom;
+    emulator::schedule = {mode, seed};
+    emulator::gpu = {.num_sms = int(seed % 4) + 1, .max_shared_memory = shared_memory};
+#endif
+}
+
+bool take_option(const std::string &argument) {
+    const std::string value = argument.substr(argument.find('=') + 1);
+    if (argument == "--forward-only-on-hopper") forward_only_on_hopper = true;
+    else if (argument.starts_with("--part="))
+        part = std::stoul(value), parts = std::stoul(value.substr(value.find('/') + 1));
+#if MINIMAL_ATTN_EMULATED
+    else if (argument.starts_with("--without=")) emulator::left_out = std::stoi(value);
+    else if (argument.starts_with("--")) schedules.push_back(argument);
+#endif
+    else return false;
+    return true;
+}
+
+// Runs the cases that are named, or all, as far as they can run here. Returns the exit status.
+template <typename Case, typename CanRun, typename Run>
+int run_cases(int argc, char **argv, const std::vector<Case> &cases, CanRun can_run, Run run) {
+    std::vector<std::string> names(argv + 1, argv + argc);
+    std::erase_if(names, take_option);
+#if MINIMAL_ATTN_EMULATED
+    if (schedules.empty()) schedules = {"--early=1", "--late=2", "--random=3"};
+#else
+    schedules = {"here"};
+#endif
+    size_t found = 0, passed = 0, failed = 0;
+    for (const Case &c : cases) {
+        if (!names.empty() && !std::count(names.begin(), names.end(), c.name)) continue;
+        if (found++ % parts != part || !can_run(c)) continue;
+        try {
+            run(c);
+            passed++;
+        } catch (const std::exception &error) {
+            std::printf("%s: %s\n", c.name, error.what());
+            failed++;
+        }
+#if MINIMAL_ATTN_EMULATED
+        if (failed && emulator::left_out >= 0) break;
+#endif
+    }
+    std::printf("%zu passed, %zu failed\n", passed, failed);
+    return failed > 0 || found < std::max<size_t>(1, names.size());  // a case is named that there is not
+}
