@@ -16,7 +16,7 @@
 // (cache/join.cuh).
 #include <algorithm>
 
-#include "cache/join.cuh"
+#include "cache/combine.cuh"
 #include "cache/keys.cuh"
 #include "common/device.h"
 
@@ -49,10 +49,7 @@ template <typename Shape> struct DecodeMemory {
     alignas(128) uint16_t sP[Shape::kBlockM][Shape::kBlockN];
     alignas(16) float row_max[Shape::kBlockM][Shape::kScoreWarps];
     alignas(16) float row_sum[Shape::kBlockM][Shape::kScoreWarps];
-    Runs<Shape> runs;
-    Run<Shape> ahead[Shape::kNumWarps];  // copied by each warp
-    int steps_of_warps[Shape::kNumWarps];
-    Call call;
+    typename Scheduler<Shape>::Shared scheduler;
     alignas(128) Stage<Shape> stages[1];  // or more
 
     static size_t bytes(int num_stages) { return sizeof(DecodeMemory) + (num_stages - 1) * sizeof(Stage<Shape>); }
@@ -77,7 +74,7 @@ template <typename T, typename Shape> struct Step {
     using PSwizzle = Swizzle<Shape::kBlockN>;
     DecodeMemory<Shape> &shared;
     const DecodeParams &p;
-    const Run<Shape> &run;
+    const WorkItem<Shape> &item;
     const uint32_t (&q)[Shape::kHeadDim / 16][4];
     const bool has_rows;
     const int part = Shape::part(), lane_idx = threadIdx.x % 32;
@@ -97,8 +94,8 @@ template <typename T, typename Shape> struct Step {
                 mma<T>(acc_s[n], q[kk], b[0], b[1]);
                 mma<T>(acc_s[n + 1], q[kk], b[2], b[3]);
             }
-        change_scores<Shape>(acc_s, scores, factors, p, run, key);
-        if (!run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, run, key);
+        change_scores<Shape>(acc_s, scores, factors, p, item, key);
+        if (!item.all_rows_see(key)) hide_scores<Shape>(acc_s, p, item, key);
 #pragma unroll
         for (int i = 0; i < Shape::kLaneRows; i++) {
             float max = -INFINITY;
@@ -157,7 +154,7 @@ template <typename Shape> __device__ void add_sums(TileState<Shape> &state, Deco
 
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kNumThreads, 2)
-    decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Room room, const __grid_constant__ Line line,
+    decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Splits splits,
            const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
            int num_stages) {
 #if __CUDA_ARCH__ < 800  // a GPU without these instructions
@@ -165,78 +162,73 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 #else
     let_next_kernel_begin();
     DecodeMemory<Shape> &shared = shared_memory<DecodeMemory<Shape>>();
-    shared.call.copy(p, room, line);
     if (p.phase == Phase::kAlone) wait_for_previous_kernel();
-    Runs<Shape> &runs = shared.runs;
-    Run<Shape> &ahead = shared.ahead[threadIdx.x / 32];
-    find_first_run<Shape>(runs[0], shared.steps_of_warps, p, room, line);
-    copy_words(ahead, runs[0]);
-    __syncwarp();  // `ahead` is written
-    KeyStream<T, Shape> keys(p, shared.call, ahead);
-    auto load_q_of = [&](int i) { load_q<T>(shared.sQ, p, runs[i], Swizzle<Shape::kHeadDim>::offset); };
-    load_q_of(0);  // before the keys, or it would wait for them
+    Scheduler<Shape> scheduler(p, splits, shared.scheduler);
+    auto &partial = reinterpret_cast<PartialResult<Shape> &>(shared.stages);  // after a work item's last step
+    static_assert(sizeof(partial) <= 2 * sizeof(Stage<Shape>));
+    const int stride = splits.cluster * Shape::kBlockN;
+    for (WorkItem<Shape> item = scheduler.first(); item.is_valid(); item = scheduler.next(item)) {
+        const int begin = item.begin + scheduler.rank * Shape::kBlockN;
+        load_q<T>(shared.sQ, p, item, Swizzle<Shape::kHeadDim>::offset);
+        KeyStream<T, Shape> keys(p, item, begin, stride);
 #pragma unroll 1
-    for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
-    auto find_next = [&](int i) {  // after run i
-        if (threadIdx.x == Shape::kNumThreads - 32) (runs[i + 1] = runs[i]).next(shared.call);
-    };
-    if (runs[0].is_valid()) find_next(0);
-    store_padding<T>(p);
-    uint32_t q[Shape::kHeadDim / 16][4];
-    int stage = 0, num_runs = 0;
-    for (; runs[num_runs].is_valid(); num_runs++) {
-        const Run<Shape> &run = runs[num_runs];
+        for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
+        TileState<Shape> state;
+        const bool has_rows = Shape::warp_row() < item.rows;
+        uint32_t q[Shape::kHeadDim / 16][4];
         wait_for_step(num_stages);
-        __syncthreads();  // Q, keys and the next run are there, and the last run is over
-        find_next(num_runs + 1);
+        __syncthreads();  // Q and the first keys are there
         read_q(q, shared);
-        const bool has_rows = Shape::warp_row() < run.valid_rows();
-        bool has_next_q = false;
-        for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
-            TileState<Shape> state;
-            part_end = run.part_end(chunk, room);
-            const Range range = run.keys(chunk, part_end);
-            for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
-                Step<T, Shape> step{shared, p, run, q, has_rows};
-                if (step.has_scores()) step.score(shared.stages[stage], key, scores, factors);
-                __syncthreads();  // the row maxima are there, and the last step is over
-                if (!has_next_q) load_q_of(num_runs + 1);
-                has_next_q = true;
-                keys.load(shared.stages[(stage == 0 ? num_stages : stage) - 1]);  // in place of that step's
-                if (has_rows) grow(state, shared);
-                if (step.has_scores()) step.exponentiate(state.rows, factors.softmax_scale_log2);
-                wait_for_step(num_stages);
-                __syncthreads();  // P is there, and the next keys
-                if (has_rows) step.multiply_v(state, shared.stages[stage]);
-                stage = stage + 1 == num_stages ? 0 : stage + 1;
-            }
-            if (!range.is_empty()) add_sums(state, shared);
-            end_part<T>(p, room, line, run, state, chunk);
+        int stage = 0;
+        for (int key = begin; key < item.end; key += stride) {
+            Step<T, Shape> step{shared, p, item, q, has_rows};
+            if (step.has_scores()) step.score(shared.stages[stage], key, scores, factors);
+            __syncthreads();  // the row maxima are there, and the last step is over
+            keys.load(shared.stages[(stage == 0 ? num_stages : stage) - 1]);  // in place of that step's
+            if (has_rows) grow(state, shared);
+            if (step.has_scores()) step.exponentiate(state.rows, factors.softmax_scale_log2);
+            wait_for_step(num_stages);
+            __syncthreads();  // P is there, and the next keys
+            if (has_rows) step.multiply_v(state, shared.stages[stage]);
+            stage = stage + 1 == num_stages ? 0 : stage + 1;
         }
-        if (has_next_q) continue;
-        __syncthreads();  // unobserved by the emulator: a run without keys multiplies no Q
-        load_q_of(num_runs + 1);
-        cp_async_wait<0>();
+        cp_async_wait<0>();  // for groups without copies
+        add_sums(state, shared);  // after it, all threads have read the stages
+        partial.store(item, state);
+        combine<T>(p, scheduler, item, partial);
+        __syncthreads();
     }
-    end_share<T>(shared.stages, p, room, line, shared.call, runs, num_runs);
+    store_padding<T>(p);
     if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
 #endif
 }
 
+// Two blocks share a multiprocessor if they fit it with two stages.
+template <typename Shape> struct Occupancy {
+    int num_stages, blocks_per_sm;
+
+    Occupancy() {
+        constexpr int kSystemBytes = 1024;  // in each block's shared memory
+        auto blocks_with = [](int num_stages) {
+            return int(std::min<size_t>(2, (max_shared_memory() + kSystemBytes) /
+                                               (DecodeMemory<Shape>::bytes(num_stages) + kSystemBytes)));
+        };
+        num_stages = blocks_with(3) == 2 || (blocks_with(2) == 1 && blocks_with(3) == 1) ? 3 : 2;
+        blocks_per_sm = blocks_with(num_stages);
+    }
+};
+
+template <typename Shape> Splits splits_of(const DecodeParams &p) {
+    return Splits::make<Shape>(p, Occupancy<Shape>().blocks_per_sm);
+}
+
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
-    constexpr int kSystemBytes = 1024;  // in each block's shared memory
-    using Memory = DecodeMemory<Shape>;
-    auto blocks_with = [](int num_stages) {
-        return std::min<size_t>(2, (max_shared_memory() + kSystemBytes) / (Memory::bytes(num_stages) + kSystemBytes));
-    };
-    const int num_stages = blocks_with(3) == 2 || (blocks_with(2) == 1 && blocks_with(3) == 1) ? 3 : 2;
-    const int blocks_per_sm = int(blocks_with(num_stages));
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
-    const Line line(p.nheads_k, p.num_sms * blocks_per_sm);
-    const Room room(p, Shape::kBlockM);
-    check_size<Shape>(p, room, line);
-    launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, Memory::bytes(num_stages), p.stream, p,
-                 room, line, Scores<>(p), ScoreFactors<float>(p), num_stages);
+    const Splits splits = splits_of<Shape>(p);
+    const int num_stages = Occupancy<Shape>().num_stages;
+    launch_clusters(splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
+                    Shape::kNumThreads, DecodeMemory<Shape>::bytes(num_stages), p.stream, p, splits, Scores<>(p),
+                    ScoreFactors<float>(p), num_stages);
 }
 
 // Tiles of 32 rows end at head_dim 128: beyond, two blocks of eight warps would not fit the registers.
@@ -253,11 +245,11 @@ template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return workspace_bytes<Shape>(p, 2 * num_sms()); });
+    return with_decode_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).template workspace_bytes<Shape>(p); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return num_counters<Shape>(p, 2 * num_sms()); });
+    return with_decode_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).num_counters(p); });
 }
 
 void flash_decode(const DecodeParams &p) {

@@ -6,8 +6,7 @@
 #include <algorithm>
 
 #include "cache/boxes.cuh"
-#include "cache/join.cuh"
-#include "cache/rows.cuh"
+#include "cache/combine.cuh"
 #include "common/device.h"
 
 namespace sm90 {
@@ -16,7 +15,7 @@ using namespace device;
 using namespace decoding;
 
 template <int kHeadDim_> struct DecodeShape : KeyShape<kHeadDim_, 4> {
-    static constexpr int kBlockM = 64, kStages = 2;  // two blocks with more would not fit a multiprocessor
+    static constexpr int kBlockM = 64, kStages = 3;  // two blocks with more would not fit a multiprocessor
     static constexpr int kSTiles = DecodeShape::kBlockN / 8, kDTiles = kHeadDim_ / 8;
     static constexpr int kLaneRows = 2, kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
     using AccS = float[kSTiles][4];
@@ -33,51 +32,59 @@ template <typename Shape> struct Stage {
 };
 
 template <typename Shape> struct DecodeMemory {
-    SmemTile<Shape::kBlockM, Shape::kHeadDim> q[2];  // this run's and the next one's
-    Stage<Shape> stages[Shape::kStages];
+    SmemTile<Shape::kBlockM, Shape::kHeadDim> q;
+    union {
+        Stage<Shape> stages[Shape::kStages];
+        PartialResult<Shape> partial;  // after a work item's last step
+    };
     Barrier full[Shape::kStages];
-    Runs<Shape> runs;
-    Run<Shape> ahead;  // loaded by its first warp
-    int steps_of_warps[Shape::kNumWarps];
-    Call call;
+    typename Scheduler<Shape>::Shared scheduler;
 };
 
 struct CacheTensors { TmaTensor k, v; };
 
 // The first warp asks TMA for keys and values ahead of the computation, each lane for one box of a step.
-template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
-    using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
-    CacheBox box;  // of the next step
+template <typename Shape> struct KeyBoxes {
+    const DecodeParams &p;
+    const CacheTensors &cache;
+    const WorkItem<Shape> &item;
+    const int stride;  // keys from one step of this block to the next
+    int key;           // first of the next step
+    CacheBox box = {};
 
+    __device__ KeyBoxes(const DecodeParams &p, const CacheTensors &cache, const WorkItem<Shape> &item, int key, int stride)
+        : p(p), cache(cache), item(item), stride(stride), key(key) {
+        find();
+    }
     __device__ int tile_row() const { return threadIdx.x * p.box_rows; }
     __device__ void find() {
-        this->settle();
         const int first = key + tile_row();
-        if (run.is_valid() && tile_row() < Shape::kBlockN)
-            box.find(p, run.b, run.cut.seq.k_begin + first, first < run.cut.end && first + p.box_rows > run.cut.begin);
+        if (key < item.end && tile_row() < Shape::kBlockN)
+            box.find(p, item.b, item.seq.k_begin + first,
+                     first < item.keys.end && first + p.box_rows > item.keys.begin);
     }
-    __device__ void load(Stage<Shape> &stage, const CacheTensors &cache, Barrier &full) {
-        if (!run.is_valid()) return;
+    __device__ void load(Stage<Shape> &stage, Barrier &full) {
+        if (key >= item.end) return;
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, 2 * 2 * Shape::kBlockN * Shape::kHeadDim);
         if (tile_row() < Shape::kBlockN) {
-            box.load(stage.k, tile_row(), p, cache.k, run.h_k, full);
-            box.load(stage.v, tile_row(), p, cache.v, run.h_k, full);
+            box.load(stage.k, tile_row(), p, cache.k, item.h_k, full);
+            box.load(stage.v, tile_row(), p, cache.v, item.h_k, full);
         }
-        key += Shape::kBlockN;
+        key += stride;
         find();
     }
 };
 
 template <typename T, typename Shape>
 __device__ void attend(const SmemTile<Shape::kBlockM, Shape::kHeadDim> &q, const Stage<Shape> &stage,
-                       TileState<Shape> &state, const Run<Shape> &run, int key, const DecodeParams &p,
+                       TileState<Shape> &state, const WorkItem<Shape> &item, int key, const DecodeParams &p,
                        const Scores<> &scores, const ScoreFactors<float> &factors) {
     typename Shape::AccS acc_s;
     warpgroup_arrive();
     multiply_abt<T>(acc_s, q, stage.k);
     warpgroup_wait<0>(acc_s);
-    change_scores<Shape>(acc_s, scores, factors, p, run, key);
-    if (!run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, run, key);
+    change_scores<Shape>(acc_s, scores, factors, p, item, key);
+    if (!item.all_rows_see(key)) hide_scores<Shape>(acc_s, p, item, key);
     uint32_t P[Shape::kBlockN / 16][4];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -99,7 +106,7 @@ __device__ void attend(const SmemTile<Shape::kBlockM, Shape::kHeadDim> &q, const
 
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kNumThreads, 2)
-    decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Room room, const __grid_constant__ Line line,
+    decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Splits splits,
            const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
            const __grid_constant__ CacheTensors cache) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
@@ -107,76 +114,58 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
 #else
     let_next_kernel_begin();
     auto &shared = shared_memory<DecodeMemory<Shape>>();
-    Runs<Shape> &runs = shared.runs;
     const bool loads = warp_uniform(threadIdx.x / 32) == 0;
     if (threadIdx.x == 0) {
         prefetch(cache.k.map), prefetch(cache.v.map);
         for (Barrier &full : shared.full) mbarrier_init(full, 1);
         fence_mbarrier_init();
     }
-    shared.call.copy(p, room, line);
     if (p.phase == Phase::kAlone) wait_for_previous_kernel();
-    find_first_run<Shape>(runs[0], shared.steps_of_warps, p, room, line);
-    if (loads) copy_words(shared.ahead, runs[0]);
-    __syncwarp();  // `ahead` is written
-    KeyBoxes<Shape> keys{{p, shared.call, loads ? shared.ahead : runs[0]}};
-    auto load_q_of = [&](int i) {
-        auto &q = shared.q[i % 2];
-        load_q<T>(&q, p, runs[i], [&](int row, int vec) { return q.offset(row, 8 * vec); });
-    };
-    load_q_of(0);
-    if (loads) {
-        keys.find();
-        for (int i = 0; i < Shape::kStages; i++) keys.load(shared.stages[i], cache, shared.full[i]);
-    }
-    int stage = 0, num_runs = 0;
+    __syncthreads();  // the barriers are there
+    Scheduler<Shape> scheduler(p, splits, shared.scheduler);
+    const int stride = splits.cluster * Shape::kBlockN;
+    int stage = 0;
     uint32_t parity = 0;
-    for (; runs[num_runs].is_valid(); num_runs++) {
-        const Run<Shape> &run = runs[num_runs];
-        Run<Shape> &next = runs[num_runs + 1];
+    for (WorkItem<Shape> item = scheduler.first(); item.is_valid(); item = scheduler.next(item)) {
+        const int begin = item.begin + scheduler.rank * Shape::kBlockN;
+        load_q<T>(&shared.q, p, item, [&](int row, int vec) { return shared.q.offset(row, 8 * vec); });
+        KeyBoxes<Shape> keys(p, cache, item, begin, stride);
+        if (loads)
+            for (int i = 0, to = stage; i < Shape::kStages; i++, to = to + 1 == Shape::kStages ? 0 : to + 1)
+                keys.load(shared.stages[to], shared.full[to]);
+        TileState<Shape> state;
         cp_async_wait<0>();
         fence_proxy_async();
-        __syncthreads();  // Q is there, and the last run is over
-        if (threadIdx.x == Shape::kNumThreads - 32) next = run, next.next(shared.call);
-        bool has_next_q = false;
-        for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
-            TileState<Shape> state;
-            part_end = run.part_end(chunk, room);
-            const Range range = run.keys(chunk, part_end);
-            for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
-                mbarrier_wait(shared.full[stage], parity);
-                clear_unseen<Shape::kNumThreads, Shape::kBlockN>(threadIdx.x, 0, run.cut.begin - key, run.cut.end - key,
-                                                                 shared.stages[stage].v);
-                attend<T>(shared.q[num_runs % 2], shared.stages[stage], state, run, key, p, scores, factors);
-                __syncthreads();  // all warps have read the stage
-                if (loads) keys.load(shared.stages[stage], cache, shared.full[stage]);
-                if (!has_next_q) load_q_of(num_runs + 1);
-                has_next_q = true;
-                stage = stage + 1 == Shape::kStages ? 0 : stage + 1, parity ^= stage == 0;
-            }
-            for (RowState &row : state.rows)
-                row.sum = quad_reduce(row.sum, [](float x, float y) { return x + y; });
-            end_part<T>(p, room, line, run, state, chunk);
+        __syncthreads();  // Q is there
+        for (int key = begin; key < item.end; key += stride) {
+            mbarrier_wait(shared.full[stage], parity);
+            clear_unseen<Shape::kNumThreads, Shape::kBlockN>(threadIdx.x, 0, item.keys.begin - key, item.keys.end - key,
+                                                             shared.stages[stage].v);
+            attend<T>(shared.q, shared.stages[stage], state, item, key, p, scores, factors);
+            __syncthreads();  // all warps have read the stage
+            if (loads) keys.load(shared.stages[stage], shared.full[stage]);
+            stage = stage + 1 == Shape::kStages ? 0 : stage + 1, parity ^= stage == 0;
         }
-        if (has_next_q) continue;
-        __syncthreads();  // the next run is there
-        load_q_of(num_runs + 1);
+        for (RowState &row : state.rows) row.sum = quad_reduce(row.sum, [](float x, float y) { return x + y; });
+        shared.partial.store(item, state);
+        combine<T>(p, scheduler, item, shared.partial);
+        fence_proxy_async();  // the partial result was there where TMA will copy to
+        __syncthreads();
     }
-    end_share<T>(shared.stages, p, room, line, shared.call, runs, num_runs);
     store_padding<T>(p);
     if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
 #endif
 }
 
+template <typename Shape> Splits splits_of(const DecodeParams &p) { return Splits::make<Shape>(p, 2); }
+
 template <typename T, typename Shape> void launch_decode(DecodeParams p) {
     static_assert(2 * (sizeof(DecodeMemory<Shape>) + 1024) <= 228 << 10);  // the GPU takes 1 KB of each block
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     p.box_rows = cache_box_rows(p, Shape::kBlockN);
-    const Line line(p.nheads_k, 2 * p.num_sms);
-    const Room room(p, Shape::kBlockM);
-    check_size<Shape>(p, room, line);
-    launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, sizeof(DecodeMemory<Shape>), p.stream,
-                 p, room, line, Scores<>(p), ScoreFactors<float>(p),
+    const Splits splits = splits_of<Shape>(p);
+    launch_clusters(splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster, Shape::kNumThreads,
+                 sizeof(DecodeMemory<Shape>), p.stream, p, splits, Scores<>(p), ScoreFactors<float>(p),
                  CacheTensors{make_cache_tensor<Shape::kHeadDim>("k", p.k, p, p.head_dim),
                               make_cache_tensor<Shape::kHeadDim>("v", p.v, p, p.head_dim_v)});
 }
@@ -188,11 +177,11 @@ template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return workspace_bytes<Shape>(p, 2 * num_sms()); });
+    return with_decode_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).template workspace_bytes<Shape>(p); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return num_counters<Shape>(p, 2 * num_sms()); });
+    return with_decode_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).num_counters(p); });
 }
 
 void flash_decode(const DecodeParams &p) {

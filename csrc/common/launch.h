@@ -86,10 +86,16 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
 // let_next_kernel_begin() ("CUDA C++ Programming Guide: Programmatic Dependent Launch"). A thread calls
 // wait_for_previous_kernel(), or waits for a counter, before it touches what that one reads or writes. Every such
 // kernel has a thread that waits, at its end if not before: so when it ends, all kernels before it have ended.
-template <int kCluster = 1, typename... Args>
+template <typename... Args>
 void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
                   std::type_identity_t<Args>... args) {
-    enqueue<Args...>(can_launch_early(), kCluster, kernel, blocks, threads, shared_bytes, stream, args...);
+    enqueue<Args...>(can_launch_early(), 1, kernel, blocks, threads, shared_bytes, stream, args...);
+}
+// Like launch_early(), in clusters of so many blocks.
+template <typename... Args>
+void launch_clusters(int cluster, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes,
+                     void *stream, std::type_identity_t<Args>... args) {
+    enqueue<Args...>(can_launch_early(), cluster, kernel, blocks, threads, shared_bytes, stream, args...);
 }
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900

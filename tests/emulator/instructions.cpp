@@ -248,7 +248,7 @@ void mbarrier_arrive(Barrier &barrier, int rank) {
 void cluster_sync() {
     NamedBarrier &barrier = scheduler->block_of_cluster(0).cluster;
     const uint32_t generation = barrier.generation;
-    if (++barrier.arrived == 2 * int(blockDim.x)) barrier.arrived = 0, barrier.generation++;
+    if (++barrier.arrived == scheduler->blocks_of_cluster() * int(blockDim.x)) barrier.arrived = 0, barrier.generation++;
     scheduler->wait(barrier.generation, generation, ~0u, [] { return "its cluster"; });
 }
 
@@ -262,13 +262,11 @@ void mbarrier_wait(Barrier &barrier, uint32_t parity) {
     });
 }
 
-int load_from_block(const int &from, int rank) {
+void load_from_block(void *to, const void *from, int bytes, int rank) {
     const Block &block = scheduler->block_of_cluster(rank);
     if (block.has_ended) fail("the shared memory of a block that has ended");
     const SharedMemory &there = block.shared;
-    int x;
-    std::memcpy(&x, there.at(there.generic, shared_address(&from), 4), 4);
-    return x;
+    std::memcpy(to, there.at(there.generic, shared_address(from), bytes), bytes);
 }
 
 void fence_mbarrier_init() {

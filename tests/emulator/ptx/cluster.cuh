@@ -10,6 +10,11 @@ void mbarrier_arrive(Barrier &barrier, int rank);
 void copy_to_block(void *to, const void *from, int bytes, Barrier &barrier, int rank);
 void cluster_sync();
 inline void cluster_sync_relaxed() { cluster_sync(); }
-int load_from_block(const int &from, int rank);
+void load_from_block(void *to, const void *from, int bytes, int rank);
+template <typename X> X load_from_block(const X &from, int rank) {
+    X x;
+    load_from_block(&x, &from, sizeof(X), rank);
+    return x;
+}
 
 }  // namespace ptx

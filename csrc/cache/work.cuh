@@ -1,0 +1,294 @@
+// The folder cache/ has attention to long caches, see decode.cu. Order in cache/: work.cuh, rows.cuh, combine.cuh,
+// keys.cuh, decode.cu. Beside it: decode_sm90.cu, boxes.cuh, prefill_sm90.cu.
+//
+// How the keys of a cache are divided among blocks of threads. A tile packs rows of one sample and key head. Its keys
+// are read in steps of kBlockN, which the blocks of a cluster take in turn: a static split, known without any length.
+// The blocks combine their partial results through distributed shared memory.
+//
+// Lengths are known to the GPU alone, and may differ. A sample that is much longer than the batch's mean is split once
+// more: its first work item stays where it is, and clusters that have ended take its later items from a counter. Their
+// partial results meet in a workspace in global memory.
+//
+// With num_splits the splits of a sample follow from its own length, and its bits do not depend on the batch.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "common/cache_sequence.cuh"
+#include "common/device.h"
+#include "common/launch.h"
+#include "common/mask.cuh"
+#include "ptx/cluster.cuh"
+
+namespace decoding {
+#ifdef DECODE_TUNE
+inline int tuned[8];
+#endif
+
+using namespace ptx;
+
+// A step has 16 KB of K and of V each.
+template <int kHeadDim_, int kNumWarps_> struct KeyShape {
+    static constexpr int kHeadDim = kHeadDim_, kBlockN = 8192 / kHeadDim;
+    static constexpr int kNumWarps = kNumWarps_, kNumThreads = 32 * kNumWarps;
+    static constexpr int kPitch = kHeadDim + 8;  // floats of a row of a partial result in shared memory
+};
+
+// Unsigned divisions take fewer instructions.
+__device__ inline int floor_div(unsigned x, unsigned y) { return int(x / y); }
+__host__ __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) / y); }
+
+// A launch. Blocks of a cluster have neighbouring numbers, and so have key heads, which lie side by side in memory.
+struct Splits {
+    // Steps of a block, before a sample is split once more; and in each work item with num_splits.
+    static constexpr int kLeastSteps = 16, kLeastFixed = 4;
+    static constexpr int kMostBlocks = 8;  // of a cluster
+    int group;            // query heads of a key head
+    uint32_t per_group;   // the next integer above 2^31 / group
+    int rows;             // of a partial result
+    int tiles;            // of a sample and key head, by max_seqlen_q
+    int cluster;          // blocks
+    int num_clusters, resident;  // of the launch; at most so many run at the same time
+    int most;             // work items of a sample with num_splits; 0: as its batch needs
+    bool may_split;       // a sample may have several work items
+
+    template <typename Shape> static Splits make(const DecodeParams &p, int blocks_per_sm) {
+        Splits x;
+        x.group = p.nheads / p.nheads_k, x.per_group = (1u << 31) / x.group + 1;
+        if (x.group > 1 << 15) throw std::invalid_argument("minimal_attn: a key head has over 32768 query heads");
+        const int64_t packed_rows = int64_t(x.group) * p.max_seqlen_q;
+        x.rows = int(std::min<int64_t>(packed_rows, Shape::kBlockM));
+        const int64_t tiles = (packed_rows + Shape::kBlockM - 1) / Shape::kBlockM;
+        const int64_t items = p.batch_size * p.nheads_k * tiles, steps = p.seqlen_k / Shape::kBlockN + 1;
+        if (items > INT32_MAX / 16 || p.batch_size * tiles * steps > INT32_MAX / 2)
+            throw std::invalid_argument("minimal_attn: the call has over 2^27 tiles of rows, or 2^30 steps of a tile and "
+                                        "its keys; divide the batch into several calls");
+        // Clusters fill the multiprocessors once. Two blocks of one would only share its bandwidth.
+        const int most_blocks = compute_capability() >= 90 ? kMostBlocks : 1, slots = p.num_sms * blocks_per_sm;
+        x.tiles = int(tiles), x.cluster = 1;
+        while (2 * x.cluster <= most_blocks &&
+               (p.num_splits ? 2 * x.cluster <= p.num_splits : 2 * x.cluster * items <= p.num_sms)) x.cluster *= 2;
+#ifdef DECODE_TUNE
+        if (tuned[0]) x.cluster = tuned[0];
+#endif
+        x.most = p.num_splits / x.cluster;
+        const int64_t block_steps = (steps + x.cluster - 1) / x.cluster;
+        x.may_split = x.most ? x.most > 1 && block_steps >= 2 * kLeastFixed : block_steps > kLeastSteps;
+        const int resident = std::max(1, slots / x.cluster);
+        x.num_clusters = int(x.may_split ? std::max<int64_t>(items, resident) : items);
+        x.resident = std::min(x.num_clusters, resident);
+        return x;
+    }
+    // Partial results in the workspace, see Plan.
+    int64_t slots(const DecodeParams &p) const {
+        return may_split ? p.nheads_k * (most ? p.batch_size * most : 8 * resident / p.nheads_k + p.batch_size + 1) : 0;
+    }
+    template <typename Shape> static constexpr int pitch() { return Shape::kHeadDim + 2 * kMostBlocks; }
+    template <typename Shape> int64_t workspace_bytes(const DecodeParams &p) const {
+        return slots(p) * rows * int64_t(sizeof(float) * pitch<Shape>());
+    }
+    // The next later item, and clusters that have ended. Then results of a sample's key head, one for each block.
+    int64_t num_counters(const DecodeParams &p) const {
+        return may_split ? 2 + p.batch_size * p.nheads_k * cluster : 0;
+    }
+};
+
+// A sample's rows and keys as tiles and steps.
+template <typename Shape> struct Sample {
+    Sequence seq;
+    int num_rows, num_tiles;
+    int num_steps;  // of a block, for one tile with all rows
+
+    __device__ Sample(const DecodeParams &p, const Splits &splits, int b) : seq(p, b) {
+        num_rows = seq.is_served(p) ? seq.seqlen_q * splits.group : 0;
+        num_tiles = ceil_div(num_rows, Shape::kBlockM);
+        const int begin = max(0, seq.seqlen_k - seq.seqlen_q - p.window_left) / Shape::kBlockN * Shape::kBlockN;
+        num_steps = num_tiles ? ceil_div(ceil_div(seq.seqlen_k - begin, Shape::kBlockN), splits.cluster) : 0;
+    }
+};
+
+// The steps of a block in each work item of a sample.
+struct Plan {
+    int first, later;  // of the first item, of each later one
+    int most;          // with num_splits
+    bool has_later;    // in this batch
+
+    __device__ int count(int num_steps) const {
+        if (most) return max(1, min(most, num_steps / Splits::kLeastFixed));
+        return num_steps <= first ? 1 : 1 + ceil_div(num_steps - first, later);
+    }
+    __device__ Range steps(int num_steps, int split) const {
+        if (most) {
+            const int size = ceil_div(num_steps, count(num_steps));
+            return {split * size, min(num_steps, (split + 1) * size)};
+        }
+        return {split ? first + (split - 1) * later : 0, min(num_steps, first + split * later)};
+    }
+    // The first slot of a sample's key heads, with the steps of the samples before it. The next sample's is at least
+    // count(num_steps) further, as first >= later.
+    __device__ int slot(int b, int steps_before) const { return most ? b * most : steps_before / later + b; }
+};
+
+template <typename Shape> struct PackedRow;
+
+// A tile of rows, and steps of keys for a cluster.
+template <typename Shape> struct WorkItem {
+    Sequence seq;
+    int b, h_k, tile, num_tiles;
+    int rows;                  // of the tile
+    int group;
+    uint32_t per_group;
+    int token, head_of_group;  // of its first row
+    int begin, end;            // the keys of the cluster; begin is that of a step
+    Range keys, full;          // those that some row sees, those that all rows see
+    int num_splits, split;     // work items of the sample, and the number of this one
+    int slot;                  // of its result in the workspace
+
+    __device__ WorkItem(const DecodeParams &p, const Splits &splits, const Plan &plan, const Sample<Shape> &sample, int b,
+                        int h_k, int tile, int split, int first_slot)
+        : seq(sample.seq), b(b), h_k(h_k), tile(tile), num_tiles(sample.num_tiles), group(splits.group),
+          per_group(splits.per_group), split(split) {
+        rows = min(Shape::kBlockM, sample.num_rows - tile * Shape::kBlockM);
+        token = tile ? floor_div(tile * Shape::kBlockM, group) : 0, head_of_group = tile * Shape::kBlockM - token * group;
+        const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
+        const Range first = mask.keys(token), last = mask.keys(PackedRow<Shape>(*this, rows - 1).token);
+        keys = {first.begin, last.end};
+        full = {last.begin, p.tree_mask ? seq.seqlen_k - seq.seqlen_q : first.end};
+        begin = floor_div(keys.begin, Shape::kBlockN) * Shape::kBlockN, end = keys.end;
+        num_splits = splits.may_split && num_tiles == 1 ? plan.count(sample.num_steps) : 1;
+        slot = (first_slot + split) * p.nheads_k + h_k;
+        if (num_splits == 1) return;
+        const Range steps = plan.steps(sample.num_steps, split);
+        end = min(end, begin + steps.end * splits.cluster * Shape::kBlockN);
+        begin += steps.begin * splits.cluster * Shape::kBlockN;
+    }
+    __device__ bool is_valid() const { return tile < num_tiles; }
+    __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
+};
+
+// A product replaces a slow division.
+template <typename Shape> struct PackedRow {
+    int token, head;
+    __device__ PackedRow(const WorkItem<Shape> &item, int row) {
+        const int offset = item.head_of_group + row, tokens = __umulhi(2 * offset, item.per_group);
+        token = item.token + tokens, head = item.h_k * item.group + offset - tokens * item.group;
+    }
+};
+
+// Cluster instructions need Hopper. A cluster of one block is a block.
+__device__ inline void sync_cluster(int cluster) {
+#if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
+    if (cluster > 1) return cluster_sync();
+#endif
+    __syncthreads();
+}
+template <typename X> __device__ X load_from_cluster(const X &x, [[maybe_unused]] int rank) {
+#if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
+    return load_from_block(x, rank);
+#else
+    return x;
+#endif
+}
+
+// A cluster's work items, one after another.
+template <typename Shape> struct Scheduler {
+    struct Shared {
+        int sums[Shape::kNumWarps][3];
+        int item;
+    };
+    const DecodeParams &p;
+    const Splits &splits;
+    Shared &shared;
+    const int cluster_idx, rank;  // of this cluster, and of this block in it
+    Plan plan{1, 1, 0, false};
+
+    __device__ Scheduler(const DecodeParams &p, const Splits &splits, Shared &shared)
+        : p(p), splits(splits), shared(shared), cluster_idx(floor_div(blockIdx.x, splits.cluster)),
+          rank(blockIdx.x - cluster_idx * splits.cluster) {}
+
+    __device__ WorkItem<Shape> first() {
+        const int heads = floor_div(cluster_idx, p.nheads_k), h_k = cluster_idx - heads * p.nheads_k;
+        const int b = splits.tiles == 1 ? heads : floor_div(heads, splits.tiles), tile = heads - b * splits.tiles;
+        const int slot = splits.may_split ? make_plan(b) : 0;
+        if (b >= p.batch_size) return later();
+        const WorkItem<Shape> item(p, splits, plan, Sample<Shape>(p, splits, b), b, h_k, tile, 0, slot);
+        return item.is_valid() ? item : later();
+    }
+    // A sample with more rows than max_seqlen_q has more tiles than clusters.
+    __device__ WorkItem<Shape> next(const WorkItem<Shape> &item) {
+        if (item.tile + splits.tiles >= item.num_tiles) return later();
+        return {p, splits, plan, Sample<Shape>(p, splits, item.b), item.b, item.h_k, item.tile + splits.tiles, 0, 0};
+    }
+
+  private:
+    // By all threads. Returns the first slot of sample b.
+    __device__ int make_plan(int b) {
+        plan.most = splits.most, plan.has_later = true;
+        if (splits.most) return plan.slot(b, 0);
+        int total = 0, before = 0, longest = 0;
+        for (int i = threadIdx.x; i < p.batch_size; i += Shape::kNumThreads) {
+            const Sample<Shape> sample(p, splits, i);
+            total += sample.num_tiles * sample.num_steps, before += i < b ? sample.num_steps : 0;
+            if (sample.num_tiles == 1) longest = max(longest, sample.num_steps);
+        }
+        auto add = [](int &x, int y) { x += y; };
+        for (int lanes = 16; lanes > 0; lanes /= 2) {
+            add(total, __shfl_xor_sync(~0u, total, lanes)), add(before, __shfl_xor_sync(~0u, before, lanes));
+            longest = max(longest, __shfl_xor_sync(~0u, longest, lanes));
+        }
+        int (&mine)[3] = shared.sums[threadIdx.x / 32];
+        if (threadIdx.x % 32 == 0) mine[0] = total, mine[1] = before, mine[2] = longest;
+        __syncthreads();
+        total = before = longest = 0;
+        for (auto &sums : shared.sums) total += sums[0], before += sums[1], longest = max(longest, sums[2]);
+        const int mean = int((int64_t(total) * p.nheads_k + splits.resident - 1) / splits.resident);
+        plan.first = max(splits.kLeastSteps, mean + mean / 8), plan.later = ceil_div(plan.first, 8);
+        plan.has_later = longest > plan.first;
+        return plan.slot(b, before);
+    }
+
+    // A later item of some sample, by all threads of the cluster.
+    __device__ WorkItem<Shape> later() {
+        if (!plan.has_later) return none();
+        if (rank == 0 && threadIdx.x == 0) shared.item = atomicAdd(p.counters, 1);
+        sync_cluster(splits.cluster);
+        const int index = load_from_cluster(shared.item, 0);
+        sync_cluster(splits.cluster);  // all have read it
+        const int lane_idx = threadIdx.x % 32;
+        int items_before = 0, steps_before = 0;
+        for (int b0 = 0; b0 < p.batch_size; b0 += 32) {
+            int steps = 0, items = 0;
+            if (b0 + lane_idx < p.batch_size) {
+                const Sample<Shape> sample(p, splits, b0 + lane_idx);
+                steps = sample.num_steps;
+                if (sample.num_tiles == 1) items = (plan.count(steps) - 1) * p.nheads_k;
+            }
+            int items_end = items_before + items, steps_end = steps_before + steps;
+            for (int lanes = 1; lanes < 32; lanes *= 2) {
+                const int other_items = __shfl_up_sync(~0u, items_end - items_before, lanes);
+                const int other_steps = __shfl_up_sync(~0u, steps_end - steps_before, lanes);
+                if (lane_idx >= lanes) items_end += other_items, steps_end += other_steps;
+            }
+            const int lane = __popc(__ballot_sync(~0u, items_end <= index));  // whose sample has the item
+            if (lane < 32) {
+                const int i = index - __shfl_sync(~0u, items_end - items, lane), b = b0 + lane;
+                const int slot = plan.slot(b, __shfl_sync(~0u, steps_end - steps, lane)), split = 1 + i / p.nheads_k;
+                return {p, splits, plan, Sample<Shape>(p, splits, b), b, i % p.nheads_k, 0, split, slot};
+            }
+            items_before = __shfl_sync(~0u, items_end, 31), steps_before = __shfl_sync(~0u, steps_end, 31);
+        }
+        plan.has_later = false;
+        // The last cluster leaves zeros.
+        if (rank == 0 && threadIdx.x == 0 && atomicAdd(p.counters + 1, 1) == splits.num_clusters - 1)
+            p.counters[0] = p.counters[1] = 0;
+        return none();
+    }
+    __device__ WorkItem<Shape> none() const {
+        WorkItem<Shape> item(p, splits, plan, Sample<Shape>(p, splits, 0), 0, 0, 0, 0, 0);
+        item.tile = item.num_tiles = 0;
+        return item;
+    }
+};
+
+}  // namespace decoding
