@@ -1,5 +1,5 @@
-// The state of a tile after some of its keys, and the sum of such partial results: of the blocks of a cluster through
-// distributed shared memory, then of the work items of a sample through the workspace.
+// Partial results of a tile, each of some of its keys, and their sum: of the warps of a block in shared memory, of the
+// blocks of a cluster in distributed shared memory, of the work items of a sample in the workspace.
 #pragma once
 
 #include "cache/rows.cuh"
@@ -8,87 +8,77 @@
 
 namespace decoding {
 
-// row_max in units of log2, and the sum of exp2(score - row_max).
-struct RowState {
-    float max = -FLT_MAX, sum = 0.f;  // max is finite: exp2(-inf - max) is 0, not NaN
-};
-
-// This lane's rows and pairs of columns.
-template <typename Shape> struct TileState {
-    typename Shape::AccO acc_o = {};
-    RowState rows[Shape::kLaneRows];
-
-    template <typename Act> __device__ void for_pairs(int i, Act act) {
-#pragma unroll
-        for (int j = 0; j < Shape::kLaneCols; j += 2)
-            act(reinterpret_cast<float2 &>(Shape::at(acc_o, i, j)), Shape::col_of_lane(j));
-    }
-    __device__ void grow(int i, float max) {
-        const float alpha = exp2_approx(rows[i].max - max);
-        rows[i].max = max, rows[i].sum *= alpha;
-        for_pairs(i, [&](float2 &o, int) { o = {o.x * alpha, o.y * alpha}; });
-    }
-};
-
-// A row has kHeadDim sums, and its maximum and sum behind them.
+// A row has kHeadDim sums, and behind them its end: row_max in units of log2, and the sum of exp2(score - row_max). The
+// end of a sum of partial results lies behind that.
 template <typename Shape> struct PartialResult {
+    static constexpr int kEnd = Shape::kHeadDim, kEndOfSum = kEnd + (Shape::kParts > 1 ? 2 : 0);
     alignas(16) float rows[Shape::kBlockM][Shape::kPitch];
 
-    __device__ void store(const WorkItem<Shape> &item, TileState<Shape> &state) {
+    // By a warp, which has 16 · kMTiles of the rows from row0 on.
+    template <int kMTiles, int kDTiles>
+    __device__ void store(const WorkItem<Shape> &item, const float (&acc_o)[kMTiles][kDTiles][4],
+                          const Softmax<kMTiles> &softmax, int row0) {
+        const int lane_idx = threadIdx.x % 32, col = lane_idx % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < Shape::kLaneRows; i++) {
-            const int r = Shape::row_of_lane(i);
+        for (int i = 0; i < 2 * kMTiles; i++) {
+            const int r = row0 + lane_idx / 4 + 8 * i;
+            const float sum = quad_reduce(softmax.row_sum[i], [](float x, float y) { return x + y; });
             if (r >= item.rows) continue;
-            state.for_pairs(i, [&](float2 o, int col) { *reinterpret_cast<float2 *>(&rows[r][col]) = o; });
-            if (Shape::col_of_lane(0) == 0)
-                *reinterpret_cast<float2 *>(&rows[r][Shape::kHeadDim]) = {state.rows[i].max, state.rows[i].sum};
+#pragma unroll
+            for (int d = 0; d < kDTiles; d++) {
+                const float(&o)[4] = acc_o[i / 2][d];
+                *reinterpret_cast<float2 *>(&rows[r][8 * d + col]) = {o[i % 2 * 2], o[i % 2 * 2 + 1]};
+            }
+            if (col == 0) *reinterpret_cast<float2 *>(&rows[r][kEnd]) = {softmax.row_max[i], sum};
         }
     }
 };
 
 // Four columns of a row. Partial results are added in their order.
 struct RowSum {
-    RowState row;
+    float row_max = -FLT_MAX, row_sum = 0.f;  // the maximum is finite: exp2(-inf - row_max) is 0, not NaN
     float4 o = {};
 
-    // load(i, x, end) reads result i. Loads do not wait for one another.
-    template <typename Load> __device__ void add(int count, Load load) {
-        constexpr int kLoads = 8;
+    // load(i, x, end) reads result i. kLoads loads do not wait for one another.
+    template <int kLoads, typename Load> __device__ void add(int count, Load load) {
 #pragma unroll 1
         for (int first = 0; first < count; first += kLoads) {
             float4 x[kLoads];
             float2 end[kLoads];
-            float max = row.max;
+            float max = row_max;
 #pragma unroll
             for (int i = 0; i < kLoads; i++) {
                 x[i] = {}, end[i] = {-FLT_MAX, 0.f};
                 if (first + i < count) load(first + i, x[i], end[i]);
             }
             for (int i = 0; i < kLoads; i++) max = fmaxf(max, end[i].x);
-            scale(exp2_approx(row.max - max)), row.max = max;
+            scale(exp2_approx(row_max - max)), row_max = max;
 #pragma unroll
             for (int i = 0; i < kLoads; i++) {
                 const float beta = exp2_approx(end[i].x - max);
-                row.sum = fmaf(end[i].y, beta, row.sum);
+                row_sum = fmaf(end[i].y, beta, row_sum);
                 o = {fmaf(x[i].x, beta, o.x), fmaf(x[i].y, beta, o.y), fmaf(x[i].z, beta, o.z), fmaf(x[i].w, beta, o.w)};
             }
         }
     }
     __device__ void scale(float factor) {
-        row.sum *= factor, o = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
+        row_sum *= factor, o = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
+    }
+    __device__ void store(float *row, int col, int end) const {
+        *reinterpret_cast<float4 *>(row + col) = o;
+        *reinterpret_cast<float2 *>(row + end) = {row_max, row_sum};
     }
     template <typename T, typename Shape>
     __device__ void store_output(const DecodeParams &p, const WorkItem<Shape> &item, int r, int col) {
         const PackedRow<Shape> at(item, r);
-        if (const float *sink = sink_of<float>(p, at.head)) {
-            const float factor = add_sink(row.max, row.sum, *sink * 1.4426950408889634f);
-            o = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
-        }
+        float factor = 1.f;
+        if (const float *sink = sink_of<float>(p, at.head))
+            factor = add_sink(row_max, row_sum, *sink * 1.4426950408889634f);
         if (col == 0)
             static_cast<float *>(p.lse)[lse_index(p, item.seq.q_begin, item.b, at.head) + at.token] =
-                row.sum == 0.f ? -INFINITY : float(row.max * 0.6931471805599453 + logf(row.sum));
+                row_sum == 0.f ? -INFINITY : float(row_max * 0.6931471805599453 + logf(row_sum));
         if (col >= p.head_dim_v) return;
-        const float factor = row.sum == 0.f ? 0.f : 1.f / row.sum;
+        factor = row_sum == 0.f ? 0.f : factor / row_sum;
         *reinterpret_cast<uint2 *>(rows_of<T>(p.o, item.b, at.head, item.seq.q_begin + at.token) + col) = {
             pack<T>(o.x * factor, o.y * factor), pack<T>(o.z * factor, o.w * factor)};
     }
@@ -102,30 +92,47 @@ __device__ void for_columns(const WorkItem<Shape> &item, int cluster, int rank, 
     for (int i = rank * share + threadIdx.x; i < end; i += Shape::kNumThreads) act(i / kVecs, i % kVecs * 4);
 }
 
-// Ends a work item. All threads of the cluster call it, each block with its partial result in shared memory.
+// Ends a work item: adds the partial results of a block's warps, of the cluster's blocks, and of the sample's work
+// items. All threads of the cluster call it.
 template <typename T, typename Shape>
 __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler, const WorkItem<Shape> &item,
-                        const PartialResult<Shape> &partial) {
+                        PartialResult<Shape> *parts) {
+    using Partial = PartialResult<Shape>;
     const Splits &splits = scheduler.splits;
     const int cluster = splits.cluster, rank = scheduler.rank;
     constexpr int kHeadDim = Shape::kHeadDim, kPitch = Splits::pitch<Shape>();
     const int64_t size = int64_t(splits.rows) * kPitch, stride = p.nheads_k * size;
     float *const result = static_cast<float *>(p.workspace) + item.slot * size;  // of this work item
-    sync_cluster(cluster);  // all partial results are there
-    for_columns(item, cluster, rank, [&](int r, int col) {
-        RowSum sum;
-        sum.add(cluster, [&](int i, float4 &x, float2 &end) {
-            x = load_from_cluster(reinterpret_cast<const float4 &>(partial.rows[r][col]), i);
-            end = load_from_cluster(reinterpret_cast<const float2 &>(partial.rows[r][kHeadDim]), i);
+    auto store = [&](RowSum &sum, int r, int col) {
+        // Each rank has its own end of a row: it is who will read it.
+        if (item.num_splits > 1) sum.store(result + r * kPitch, col, kHeadDim + 2 * rank);
+        else sum.template store_output<T>(p, item, r, col);
+    };
+    if (Shape::kParts > 1 || cluster == 1) {
+        __syncthreads();  // the warps' results are there
+        for_columns(item, 1, 0, [&](int r, int col) {
+            RowSum sum;
+            sum.add<Shape::kParts>(Shape::kParts, [&](int i, float4 &x, float2 &end) {
+                x = reinterpret_cast<const float4 &>(parts[i].rows[r][col]);
+                end = reinterpret_cast<const float2 &>(parts[i].rows[r][Partial::kEnd]);
+            });
+            cluster == 1 ? store(sum, r, col) : sum.store(parts[0].rows[r], col, Partial::kEndOfSum);
         });
-        if (item.num_splits == 1) return sum.template store_output<T>(p, item, r, col);
-        *reinterpret_cast<float4 *>(result + r * kPitch + col) = sum.o;
-        // A place for each rank, since that is who will read it.
-        *reinterpret_cast<float2 *>(result + r * kPitch + kHeadDim + 2 * rank) = {sum.row.max, sum.row.sum};
-    });
+    }
+    if (cluster > 1) {
+        sync_cluster(cluster);  // the blocks' results are there
+        for_columns(item, cluster, rank, [&](int r, int col) {
+            RowSum sum;
+            sum.add<8>(cluster, [&](int i, float4 &x, float2 &end) {
+                x = load_from_cluster(reinterpret_cast<const float4 &>(parts[0].rows[r][col]), i);
+                end = load_from_cluster(reinterpret_cast<const float2 &>(parts[0].rows[r][Partial::kEndOfSum]), i);
+            });
+            store(sum, r, col);
+        });
+    }
     sync_cluster(cluster);  // all have read them
     if (item.num_splits == 1) return;
-    // The last work item of the sample that gets here adds all of them: block by block, as each needs its own columns.
+    // The last work item of the sample that gets here adds all of them: rank by rank, as each has its own columns.
     int &arrived = p.counters[2 + (int64_t(item.b) * p.nheads_k + item.h_k) * cluster + rank];
     if (threadIdx.x == 0) scheduler.shared.item = atomic_add_acq_rel(&arrived, 1);
     __syncthreads();
@@ -135,7 +142,7 @@ __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler
     const float *const first = result - item.split * stride;
     for_columns(item, cluster, rank, [&](int r, int col) {
         RowSum sum;
-        sum.add(item.num_splits, [&](int i, float4 &x, float2 &end) {
+        sum.add<8>(item.num_splits, [&](int i, float4 &x, float2 &end) {
             x = *reinterpret_cast<const float4 *>(first + i * stride + r * kPitch + col);
             end = *reinterpret_cast<const float2 *>(first + i * stride + r * kPitch + kHeadDim + 2 * rank);
         });

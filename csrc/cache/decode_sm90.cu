@@ -14,17 +14,9 @@ namespace sm90 {
 using namespace device;
 using namespace decoding;
 
-template <int kHeadDim_> struct DecodeShape : KeyShape<kHeadDim_, 4> {
-    static constexpr int kBlockM = 64, kStages = 3;  // two blocks with more would not fit a multiprocessor
-    static constexpr int kSTiles = DecodeShape::kBlockN / 8, kDTiles = kHeadDim_ / 8;
-    static constexpr int kLaneRows = 2, kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
-    using AccS = float[kSTiles][4];
-    using AccO = float[kDTiles][4];
-
-    __device__ static int row_of_lane(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
-    __device__ static int key_of_lane(int j) { return j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2; }
-    __device__ static int col_of_lane(int j) { return key_of_lane(j); }
-    template <typename Acc> __device__ static float &at(Acc &acc, int i, int j) { return acc[j / 2][2 * i + j % 2]; }
+template <int kHeadDim_> struct DecodeShape : KeyShape<kHeadDim_, 64, 4> {
+    static constexpr int kStages = 3;  // two blocks with more would not fit a multiprocessor
+    static constexpr int kParts = 1;   // partial results of a block: its warps have different rows
 };
 
 template <typename Shape> struct Stage {
@@ -77,31 +69,24 @@ template <typename Shape> struct KeyBoxes {
 
 template <typename T, typename Shape>
 __device__ void attend(const SmemTile<Shape::kBlockM, Shape::kHeadDim> &q, const Stage<Shape> &stage,
-                       TileState<Shape> &state, const WorkItem<Shape> &item, int key, const DecodeParams &p,
-                       const Scores<> &scores, const ScoreFactors<float> &factors) {
-    typename Shape::AccS acc_s;
+                       float (&acc_o)[1][Shape::kHeadDim / 8][4], Softmax<1> &softmax, const WorkItem<Shape> &item,
+                       int row, int key, const DecodeParams &p, const Scores<> &scores,
+                       const ScoreFactors<float> &factors) {
+    float acc_s[1][Shape::kBlockN / 8][4];
     warpgroup_arrive();
-    multiply_abt<T>(acc_s, q, stage.k);
-    warpgroup_wait<0>(acc_s);
-    change_scores<Shape>(acc_s, scores, factors, p, item, key);
-    if (!item.all_rows_see(key)) hide_scores<Shape>(acc_s, p, item, key);
+    multiply_abt<T>(acc_s[0], q, stage.k);
+    warpgroup_wait<0>(acc_s[0]);
+    const int lane_key = key + threadIdx.x % 4 * 2;
+    change_scores(acc_s, scores, factors, p, item, row, lane_key);
+    if (!item.all_rows_see(key)) hide_scores(acc_s, p, item, row, lane_key);
+    float alpha[2];
+    if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
     uint32_t P[Shape::kBlockN / 16][4];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float max = -INFINITY;
-        for (int j = 0; j < Shape::kLaneKeys; j++) max = fmaxf(max, Shape::at(acc_s, i, j));
-        max = __fmul_rn(quad_reduce(max, fmaxf), factors.softmax_scale_log2);  // rounded before it is subtracted
-        state.grow(i, fmaxf(state.rows[i].max, max));
-        for (int n = 0; n < Shape::kSTiles; n++) {
-            const float x = exp2_approx(acc_s[n][2 * i] * factors.softmax_scale_log2 - state.rows[i].max);
-            const float y = exp2_approx(acc_s[n][2 * i + 1] * factors.softmax_scale_log2 - state.rows[i].max);
-            state.rows[i].sum += x + y;
-            P[n / 2][n % 2 * 2 + i] = pack<T>(x, y);
-        }
-    }
+    for (int kk = 0; kk < Shape::kBlockN / 16; kk++) softmax.probabilities<T>(P[kk], acc_s[0], 0, kk);
     warpgroup_arrive();
-    multiply_ab<T>(state.acc_o, P, stage.v);
-    warpgroup_wait<0>(state.acc_o, P);
+    multiply_ab<T>(acc_o[0], P, stage.v);
+    warpgroup_wait<0>(acc_o[0], P);
 }
 
 template <typename T, typename Shape>
@@ -123,7 +108,7 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     if (p.phase == Phase::kAlone) wait_for_previous_kernel();
     __syncthreads();  // the barriers are there
     Scheduler<Shape> scheduler(p, splits, shared.scheduler);
-    const int stride = splits.cluster * Shape::kBlockN;
+    const int stride = splits.cluster * Shape::kBlockN, row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     int stage = 0;
     uint32_t parity = 0;
     for (WorkItem<Shape> item = scheduler.first(); item.is_valid(); item = scheduler.next(item)) {
@@ -133,7 +118,8 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
         if (loads)
             for (int i = 0, to = stage; i < Shape::kStages; i++, to = to + 1 == Shape::kStages ? 0 : to + 1)
                 keys.load(shared.stages[to], shared.full[to]);
-        TileState<Shape> state;
+        float acc_o[1][Shape::kHeadDim / 8][4] = {};
+        Softmax<1> softmax(factors.softmax_scale_log2);
         cp_async_wait<0>();
         fence_proxy_async();
         __syncthreads();  // Q is there
@@ -141,14 +127,13 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
             mbarrier_wait(shared.full[stage], parity);
             clear_unseen<Shape::kNumThreads, Shape::kBlockN>(threadIdx.x, 0, item.keys.begin - key, item.keys.end - key,
                                                              shared.stages[stage].v);
-            attend<T>(shared.q, shared.stages[stage], state, item, key, p, scores, factors);
+            attend<T>(shared.q, shared.stages[stage], acc_o, softmax, item, row, key, p, scores, factors);
             __syncthreads();  // all warps have read the stage
             if (loads) keys.load(shared.stages[stage], shared.full[stage]);
             stage = stage + 1 == Shape::kStages ? 0 : stage + 1, parity ^= stage == 0;
         }
-        for (RowState &row : state.rows) row.sum = quad_reduce(row.sum, [](float x, float y) { return x + y; });
-        shared.partial.store(item, state);
-        combine<T>(p, scheduler, item, shared.partial);
+        shared.partial.store(item, acc_o, softmax, threadIdx.x / 32 * 16);
+        combine<T>(p, scheduler, item, &shared.partial);
         fence_proxy_async();  // the partial result was there where TMA will copy to
         __syncthreads();
     }

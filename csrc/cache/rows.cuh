@@ -24,24 +24,27 @@ __device__ void load_q(void *sQ, const DecodeParams &p, const WorkItem<Shape> &i
     cp_async_commit();
 }
 
-// q·k become scores (common/scores.cuh, mods/score_mods.cuh). Rows differ in slope.
-template <typename Shape>
-__device__ void change_scores(typename Shape::AccS &acc_s, const Scores<> &scores, const ScoreFactors<float> &factors,
-                              const DecodeParams &p, const WorkItem<Shape> &item, int key) {
+// q·k become scores (common/scores.cuh, mods/score_mods.cuh). Rows differ in slope. acc_s: accumulators as in
+// softmax.cuh; row and key: the first of this lane.
+template <typename Shape, int kMTiles, int kNTiles>
+__device__ void change_scores(float (&acc_s)[kMTiles][kNTiles][4], const Scores<> &scores,
+                              const ScoreFactors<float> &factors, const DecodeParams &p, const WorkItem<Shape> &item,
+                              int row, int key) {
     if (!factors.has_softcap && scores.is_raw && !p.alibi_slopes) return;
     auto for_scores = [&](int i, auto change) {
 #pragma unroll
-        for (int j = 0; j < Shape::kLaneKeys; j++) change(Shape::at(acc_s, i, j), key + Shape::key_of_lane(j));
+        for (int n = 0; n < kNTiles; n++)
+            for (int e = 0; e < 2; e++) change(acc_s[i / 2][n][i % 2 * 2 + e], key + 8 * n + e);
     };
 #pragma unroll
-    for (int i = 0; i < Shape::kLaneRows; i++) {
+    for (int i = 0; i < 2 * kMTiles; i++) {
         if (factors.has_softcap) for_scores(i, [&](float &s, int) { s = tanh_approx(s * factors.of_qk); });
         else if (!scores.is_raw) for_scores(i, [&](float &s, int) { s = scores.score(s); });
         if (!p.alibi_slopes) continue;
-        const PackedRow row(item, Shape::row_of_lane(i));
-        if (row.token >= item.seq.seqlen_q) continue;
-        const float slope = p.alibi_slopes[item.b * p.alibi_batch_stride + row.head] * factors.per_unit;
-        const int diagonal = row.token + item.seq.seqlen_k - item.seq.seqlen_q;
+        const PackedRow at(item, row + 8 * i);
+        if (at.token >= item.seq.seqlen_q) continue;
+        const float slope = p.alibi_slopes[item.b * p.alibi_batch_stride + at.head] * factors.per_unit;
+        const int diagonal = at.token + item.seq.seqlen_k - item.seq.seqlen_q;
         for_scores(i, [&](float &s, int key) { s -= slope * fabsf(float(diagonal - key)); });
     }
 }
@@ -62,19 +65,21 @@ struct Branches {
     }
 };
 
-template <typename Shape>
-__device__ void hide_scores(typename Shape::AccS &acc_s, const DecodeParams &p, const WorkItem<Shape> &item, int key) {
+template <typename Shape, int kMTiles, int kNTiles>
+__device__ void hide_scores(float (&acc_s)[kMTiles][kNTiles][4], const DecodeParams &p, const WorkItem<Shape> &item,
+                            int row, int key) {
     const Mask mask(item.seq.seqlen_q, item.seq.seqlen_k, p);
 #pragma unroll
-    for (int i = 0; i < Shape::kLaneRows; i++) {
-        const int token = PackedRow(item, Shape::row_of_lane(i)).token;
+    for (int i = 0; i < 2 * kMTiles; i++) {
+        const int token = PackedRow(item, row + 8 * i).token;
         const Range seen = mask.keys(token);
         const Branches branches(p, item, token);
 #pragma unroll
-        for (int j = 0; j < Shape::kLaneKeys; j++) {
-            const int k = key + Shape::key_of_lane(j);
-            if (!seen.contains(k) || !branches.contains(k)) Shape::at(acc_s, i, j) = -INFINITY;
-        }
+        for (int n = 0; n < kNTiles; n++)
+            for (int e = 0; e < 2; e++) {
+                const int k = key + 8 * n + e;
+                if (!seen.contains(k) || !branches.contains(k)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
+            }
     }
 }
 

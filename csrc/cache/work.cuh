@@ -29,8 +29,8 @@ inline int tuned[8];
 using namespace ptx;
 
 // A step has 16 KB of K and of V each.
-template <int kHeadDim_, int kNumWarps_> struct KeyShape {
-    static constexpr int kHeadDim = kHeadDim_, kBlockN = 8192 / kHeadDim;
+template <int kHeadDim_, int kBlockM_, int kNumWarps_> struct KeyShape {
+    static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = 8192 / kHeadDim;
     static constexpr int kNumWarps = kNumWarps_, kNumThreads = 32 * kNumWarps;
     static constexpr int kPitch = kHeadDim + 8;  // floats of a row of a partial result in shared memory
 };
