@@ -26,13 +26,13 @@ template <int kHeadDim_, int kBlockM_> struct DecodeShape : KeyShape<kHeadDim_, 
 template <typename Shape> struct DecodeMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];
     typename Scheduler<Shape>::Shared scheduler;
-    union {
-        Stage<Shape> stages[1];  // or more
+    union Buffer {
+        alignas(128) Stage<Shape> stages[1];        // or more
         PartialResult<Shape> parts[Shape::kParts];  // after a work item's last step
-    };
+    } buffer;
 
     static size_t bytes(int num_stages) {
-        return sizeof(DecodeMemory) - sizeof(parts) + std::max(num_stages * sizeof(Stage<Shape>), sizeof(parts));
+        return sizeof(DecodeMemory) - sizeof(Buffer) + std::max(num_stages * sizeof(Stage<Shape>), sizeof(Buffer));
     }
 };
 
@@ -80,13 +80,14 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     DecodeMemory<Shape> &shared = shared_memory<DecodeMemory<Shape>>();
     if (p.phase == Phase::kAlone) wait_for_previous_kernel();
     Scheduler<Shape> scheduler(p, splits, shared.scheduler);
+    Stage<Shape> *const stages = shared.buffer.stages;
     const int stride = splits.cluster * Shape::kBlockN;
     for (WorkItem<Shape> item = scheduler.first(); item.is_valid(); item = scheduler.next(item)) {
         const int begin = item.begin + scheduler.rank * Shape::kBlockN;
         load_q<T>(shared.sQ, p, item, Swizzle<Shape::kHeadDim>::offset);
         KeyStream<T, Shape> keys(p, item, begin, stride);
 #pragma unroll 1
-        for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
+        for (int i = 0; i + 1 < num_stages; i++) keys.load(stages[i]);
         float acc_o[Shape::kMTiles][Shape::kHeadDim / 8][4] = {};
         Softmax<Shape::kMTiles> softmax(factors.softmax_scale_log2);
         wait_for_step(num_stages);
@@ -95,14 +96,14 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
         for (int key = begin; key < item.end; key += stride) {
             wait_for_step(num_stages);
             __syncwarp();  // the warp's keys are there, and its last step is over
-            keys.load(shared.stages[(stage == 0 ? num_stages : stage) - 1]);  // in place of that step's
-            attend<T>(shared, shared.stages[stage], acc_o, softmax, item, key, p, scores, factors);
+            keys.load(stages[(stage == 0 ? num_stages : stage) - 1]);  // in place of that step's
+            attend<T>(shared, stages[stage], acc_o, softmax, item, key, p, scores, factors);
             stage = stage + 1 == num_stages ? 0 : stage + 1;
         }
         cp_async_wait<0>();  // groups without copies are left
         __syncthreads();     // all warps have read their stages
-        shared.parts[threadIdx.x / 32].store(item, acc_o, softmax, 0);
-        combine<T>(p, scheduler, item, shared.parts);
+        shared.buffer.parts[threadIdx.x / 32].store(item, acc_o, softmax, 0);
+        combine<T>(p, scheduler, item, shared.buffer.parts);
     }
     store_padding<T>(p);
     if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
