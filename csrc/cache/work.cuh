@@ -26,6 +26,7 @@ namespace decoding {
 inline int tuned[8];
 #endif
 
+using namespace device;
 using namespace ptx;
 
 // A step has 16 KB of K and of V each.
@@ -75,8 +76,10 @@ struct Splits {
         x.most = p.num_splits / x.cluster;
         const int64_t block_steps = (steps + x.cluster - 1) / x.cluster;
         x.may_split = x.most ? x.most > 1 && block_steps >= 2 * kLeastFixed : block_steps > kLeastSteps;
+        // More clusters than items where these cannot fill the GPU.
         const int resident = std::max(1, slots / x.cluster);
-        x.num_clusters = int(x.may_split ? std::max<int64_t>(items, resident) : items);
+        const bool is_full = x.cluster * items > p.num_sms / 2;
+        x.num_clusters = int(x.may_split && !is_full ? std::max<int64_t>(items, resident) : items);
         x.resident = std::min(x.num_clusters, resident);
         return x;
     }

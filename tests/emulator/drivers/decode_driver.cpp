@@ -1,4 +1,4 @@
-// decode.cu, decode_sm90.cu and prefill_sm90.cu, on small cases and without torch, as driver.cpp
+// decode.cu, decode_sm90.cu, decode_wgmma_sm90.cu and prefill_sm90.cu, on small cases and without torch, as driver.cpp
 // has the other kernels, for the emulator and compute-sanitizer. Results are compared with attention in double
 // precision. What no row sees of a cache is NaN. With num_splits every sample is computed in its batch and alone, and
 // must have the same bits.
@@ -28,6 +28,7 @@ using namespace device;
 #include "common/device.cu"
 #include "cache/decode.cu"
 #include "cache/decode_sm90.cu"
+#include "cache/decode_wgmma_sm90.cu"
 #include "cache/prefill_sm90.cu"
 using namespace device;
 #endif
@@ -47,9 +48,11 @@ struct Case {
     int num_splits = 0;
     int max_seqlen_q = 0;          // 0: the largest
     enum Tree { kNone, kBranches, kCausal } tree = kNone;  // the tree mask; kCausal is the causal mask as one
-    int tall = INT_MAX, prefill = INT_MAX;  // from so many rows on decode_sm90.cu and prefill_sm90.cu serve a sample
+    int wgmma = INT_MAX, prefill = INT_MAX;  // from so many rows on decode_wgmma_sm90.cu and prefill_sm90.cu serve a sample
+    bool has_tma = false;                   // decode_sm90.cu serves the rest, not decode.cu
 
     int samples() const { return int(seqused_k.size()); }
+    bool may_have_tma() const { return head_dim % 8 == 0 && (!pages || (size % 16 == 0 && leftpad_k.empty())); }
     int capacity() const { return pages ? size * pages : size; }
 };
 
@@ -58,7 +61,7 @@ Case prefill(Case c, int rows = 1) {
     return c;
 }
 Case tall(Case c, int rows = 1, int prefill = INT_MAX) {
-    c.tall = rows, c.prefill = prefill;
+    c.wgmma = rows, c.prefill = prefill;
     return c;
 }
 
@@ -119,6 +122,9 @@ const std::vector<Case> cases = {
     {"tree_causal", f16, 4, 2, 7,  64,  64,  260, 0, {260, 100, 7}, -1, 0, {}, {}, {}, 0, 1, false, false, false, false,
      0, 0, Case::kCausal},
     {"many",       f16,  2, 1, 1,  64,  64,   16, 3, std::vector<int>(300, 40)},
+    {"uneven",     b16,  2, 1, 1, 128, 128, 3000, 0, {100, 3000, 5, 0, 64, 70}},  // one sample has later work items
+    {"uneven_heads", f16, 4, 2, 3, 64, 64,  5000, 0, {4900, 30, 70, 4000}, -1, 0},
+    {"uneven_256", f16,  2, 1, 1, 256, 256,   16, 90, {1400, 30, 200}},
     prefill({"prefill", b16, 4, 2, 200, 128, 128, 330, 0, {330, 205, 64}, -1, 0}),
     prefill({"prefill_pages", f16, 2, 1, 70, 64, 64, 16, 20, {300, 77, 0, 320}, -1, 0}),
     prefill({"prefill_pages_48", b16, 2, 2, 65, 128, 128, 48, 5, {240, 100}, 90, 0}),
@@ -358,11 +364,13 @@ template <typename T> struct Call {
         // Each launch has its own, as in decode_op.cpp, and nothing to spare.
         int64_t num_counters = 1;
         auto count = [&](int64_t number) { num_counters += number; };
-        const FewestRows fewest{c.tall, c.prefill};
+        const FewestRows fewest{c.wgmma, c.prefill, c.has_tma};
         launch_by_rows(
             p, fewest, num_sms(), true, [](const DecodeParams &) {},
-            [&](const DecodeParams &p) { count(sm90::num_decode_counters(p)); },
-            [&](const DecodeParams &p) { count(sm80::num_decode_counters(p)); });
+            [&](const DecodeParams &p) { count(sm90::num_decode_wgmma_counters(p)); },
+            [&](const DecodeParams &p) {
+                count(c.has_tma ? sm90::num_decode_counters(p) : sm80::num_decode_counters(p));
+            });
         const std::vector<int> zeros(num_counters);
         Memory<int> counters(zeros);
         p.counters = counters.device;
@@ -383,10 +391,12 @@ template <typename T> struct Call {
                 if (p.phase != Phase::kPrefill || has_first_prefill) sm90::flash_prefill(p);
             },
             [&](const DecodeParams &p) {
-                decode(p, sm90::decode_workspace(p), sm90::num_decode_counters(p), sm90::flash_decode);
+                decode(p, sm90::decode_wgmma_workspace(p), sm90::num_decode_wgmma_counters(p),
+                       sm90::flash_decode_wgmma);
             },
             [&](const DecodeParams &p) {
-                decode(p, sm80::decode_workspace(p), sm80::num_decode_counters(p), sm80::flash_decode);
+                if (c.has_tma) decode(p, sm90::decode_workspace(p), sm90::num_decode_counters(p), sm90::flash_decode);
+                else decode(p, sm80::decode_workspace(p), sm80::num_decode_counters(p), sm80::flash_decode);
             });
         o.fetch(), lse.fetch(), counters.fetch();
         if (std::count(counters.host.begin(), counters.host.end(), 0) != std::ssize(counters.host))
@@ -533,12 +543,17 @@ template <typename T> void run(const Case &c, double epsilon, const std::vector<
         }
 }
 
-// Without num_splits, and with it.
+// With both copies of keys, and with num_splits.
 template <typename T> void run(Case c, double epsilon) {
-    run<T>(c, epsilon, schedules);
-    if (c.num_splits) return;
-    c.num_splits = 16;
-    run<T>(c, epsilon, {schedules.back()});
+    const int num_splits = c.num_splits;
+    for (bool has_tma : {false, true}) {
+        if (has_tma && !c.may_have_tma()) continue;
+        c.has_tma = has_tma, c.num_splits = num_splits;
+        run<T>(c, epsilon, schedules);
+        if (num_splits) continue;
+        c.num_splits = 16;
+        run<T>(c, epsilon, {schedules.back()});
+    }
 }
 
 size_t part = 0, parts = 1;
