@@ -68,9 +68,6 @@ void flash_prefill(const DecodeParams &p);               // prefill_sm90.cu
 void flash_decode(const DecodeParams &p);                // decode_sm90.cu
 int64_t decode_workspace(const DecodeParams &p);         // bytes
 int64_t num_decode_counters(const DecodeParams &p);
-void flash_decode_wgmma(const DecodeParams &p);          // decode_wgmma_sm90.cu
-int64_t decode_wgmma_workspace(const DecodeParams &p);   // bytes
-int64_t num_decode_wgmma_counters(const DecodeParams &p);
 }
 namespace host {
 void append_kvcache(const AppendParams &p);

@@ -11,8 +11,9 @@ namespace decoding {
 // A row has kHeadDim sums, and behind them its end: row_max in units of log2, and the sum of exp2(score - row_max). The
 // end of a sum of partial results lies behind that.
 template <typename Shape> struct PartialResult {
-    static constexpr int kEnd = Shape::kHeadDim, kEndOfSum = kEnd + (Shape::kParts > 1 ? 2 : 0);
-    alignas(16) float rows[Shape::kBlockM][Shape::kPitch];
+    static constexpr int kEnd = Shape::kHeadDim, kEndOfSum = kEnd + (Shape::kWarpsHaveKeys ? 2 : 0);
+    static constexpr int kPitch = Shape::kHeadDim + 8;  // so that neighbouring rows lie in other banks
+    alignas(16) float rows[Shape::kBlockM][kPitch];
 
     // By a warp, which has 16 · kMTiles of the rows from row0 on.
     template <int kMTiles, int kDTiles>
@@ -39,8 +40,9 @@ struct RowSum {
     float row_max = -FLT_MAX, row_sum = 0.f;  // the maximum is finite: exp2(-inf - row_max) is 0, not NaN
     float4 o = {};
 
-    // load(i, x, end) reads result i. kLoads loads do not wait for one another.
-    template <int kLoads, typename Load> __device__ void add(int count, Load load) {
+    // load(i, x, end) reads result i. Eight loads do not wait for one another.
+    template <typename Load> __device__ void add(int count, Load load) {
+        constexpr int kLoads = 8;
 #pragma unroll 1
         for (int first = 0; first < count; first += kLoads) {
             float4 x[kLoads];
@@ -89,7 +91,7 @@ template <typename Shape, typename Act>
 __device__ void for_columns(const WorkItem<Shape> &item, int cluster, int rank, Act act) {
     constexpr int kVecs = Shape::kHeadDim / 4;
     const int share = ceil_div(item.rows * kVecs, cluster), end = min(item.rows * kVecs, (rank + 1) * share);
-    for (int i = rank * share + threadIdx.x; i < end; i += Shape::kNumThreads) act(i / kVecs, i % kVecs * 4);
+    for (int i = rank * share + threadIdx.x; i < end; i += blockDim.x) act(i / kVecs, i % kVecs * 4);
 }
 
 // Ends a work item: adds the partial results of a block's warps, of the cluster's blocks, and of the sample's work
@@ -108,11 +110,11 @@ __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler
         if (item.num_splits > 1) sum.store(result + r * kPitch, col, kHeadDim + 2 * rank);
         else sum.template store_output<T>(p, item, r, col);
     };
-    if (Shape::kParts > 1 || cluster == 1) {
+    if (Shape::kWarpsHaveKeys || cluster == 1) {
         __syncthreads();  // the warps' results are there
         for_columns(item, 1, 0, [&](int r, int col) {
             RowSum sum;
-            sum.add<Shape::kParts>(Shape::kParts, [&](int i, float4 &x, float2 &end) {
+            sum.add(Shape::kWarpsHaveKeys ? splits.num_warps : 1, [&](int i, float4 &x, float2 &end) {
                 x = reinterpret_cast<const float4 &>(parts[i].rows[r][col]);
                 end = reinterpret_cast<const float2 &>(parts[i].rows[r][Partial::kEnd]);
             });
@@ -123,7 +125,7 @@ __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler
         sync_cluster(cluster);  // the blocks' results are there
         for_columns(item, cluster, rank, [&](int r, int col) {
             RowSum sum;
-            sum.add<8>(cluster, [&](int i, float4 &x, float2 &end) {
+            sum.add(cluster, [&](int i, float4 &x, float2 &end) {
                 x = load_from_cluster(reinterpret_cast<const float4 &>(parts[0].rows[r][col]), i);
                 end = load_from_cluster(reinterpret_cast<const float2 &>(parts[0].rows[r][Partial::kEndOfSum]), i);
             });
@@ -142,7 +144,7 @@ __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler
     const float *const first = result - item.split * stride;
     for_columns(item, cluster, rank, [&](int r, int col) {
         RowSum sum;
-        sum.add<8>(item.num_splits, [&](int i, float4 &x, float2 &end) {
+        sum.add(item.num_splits, [&](int i, float4 &x, float2 &end) {
             x = *reinterpret_cast<const float4 *>(first + i * stride + r * kPitch + col);
             end = *reinterpret_cast<const float2 *>(first + i * stride + r * kPitch + kHeadDim + 2 * rank);
         });

@@ -1,5 +1,5 @@
 // Attention of a few query tokens to long caches ("decode") on tensor cores, fp16 and bf16, from Ampere (sm_80) on.
-// On Hopper other kernels serve what TMA can copy (fewest_rows() in ops/cache_launches.h).
+// On Hopper other kernels serve more rows (fewest_rows() in ops/cache_launches.h).
 //
 // Memory bounds the time, as every key is read once for few rows. A tile packs the tokens of a sample and the query
 // heads of a key head: packed row r is token r / group of query head h_k · group + r % group. Warps divide the keys
@@ -11,55 +11,59 @@ namespace sm80 {
 using namespace device;
 using namespace decoding;
 
-// Copies a warp's keys and values by cp.async.
-template <typename T, typename Shape> struct CopiedKeys {
+// Copies a warp's keys and values by cp.async. (TMA, with a box of 16 rows for each page, reads memory 8 % slower.)
+template <typename T, typename Shape> struct WarpKeys {
     static constexpr int kRows = Shape::kWarpKeys, kVecs = Shape::kHeadDim / 8;
     const DecodeParams &p;
-    WarpsMemory<Shape> &shared;
-    const int num_stages;
-    int stage, key, stride;  // of the next step: where it is copied to, its first key, keys to the one after it
-    int sequence, row;       // of this lane in the next step, see find()
+    const WorkItem<Shape> &item;
+    WarpStage<Shape> *const stages;  // of the first warp
+    const int num_stages, step_keys;
+    int key, stage = 0;              // of the next step: its first key, and where it is copied to
+    int sequence, row;               // of this lane in the next step, see find()
 
-    __device__ void begin(const WorkItem<Shape> &item, int first_key, int keys_of_step) {
-        stage = 0, key = first_key, stride = keys_of_step;
-        find(item);
+    __device__ WarpKeys(const DecodeParams &p, const Splits &splits, const WorkItem<Shape> &item, int key,
+                        WarpStage<Shape> *stages, int num_stages)
+        : p(p), item(item), stages(stages), num_stages(num_stages), step_keys(splits.step_keys), key(key) {
+        find();
 #pragma unroll 1
-        while (stage + 1 < num_stages) load(item);
+        while (stage + 1 < num_stages) load();
     }
-    __device__ const WarpStage<Shape> &next(const WorkItem<Shape> &item, int) {
+    // The keys of the next step.
+    __device__ const WarpStage<Shape> &next() {
         wait();
         __syncwarp();  // the keys are there, and the last step is over
-        load(item);    // in place of that step's
-        return shared.stage(stage);
+        load();        // in place of that step's
+        return at(stage);
     }
-    // Q was copied before the first keys.
-    __device__ void wait_for_q() const { wait(); }
-    __device__ void end() const { cp_async_wait<0>(); }  // groups without copies are left
-
-  private:
+    // For the copies of the next step, and all before it.
     __device__ void wait() const {
         if (num_stages == 2) cp_async_wait<0>();
         if (num_stages == 3) cp_async_wait<1>();
     }
+
+  private:
+    __device__ WarpStage<Shape> &at(int stage) const {
+        return stages[stage * int(blockDim.x / 32) + threadIdx.x / 32];
+    }
     // Every call makes one group of copies, even after the last step.
-    __device__ void load(const WorkItem<Shape> &item) {
+    __device__ void load() {
         if (key < item.end) {
-            rows_are_neighbours(item) ? copy<true>(item) : copy<false>(item);
-            key += stride;
-            find(item);
+            rows_are_neighbours() ? copy<true>() : copy<false>();
+            key += step_keys;
+            find();
         }
         cp_async_commit();
         stage = stage + 1 == num_stages ? 0 : stage + 1;
     }
     // A step's rows are in one sequence or page.
-    __device__ bool rows_are_neighbours(const WorkItem<Shape> &item) const {
+    __device__ bool rows_are_neighbours() const {
         return !p.page_table || (p.page_size % kRows == 0 && item.seq.k_begin % kRows == 0);
     }
 
     // Finds the first row, or one for each lane if rows are no neighbours. Nothing waits for a page's number.
-    __device__ void find(const WorkItem<Shape> &item) {
+    __device__ void find() {
         if (key >= item.end) return;
-        const int lane_row = rows_are_neighbours(item) ? 0 : int(threadIdx.x) % kRows;
+        const int lane_row = rows_are_neighbours() ? 0 : int(threadIdx.x) % kRows;
         row = item.seq.k_begin + min(key + lane_row, item.keys.end - 1), sequence = item.b;
         if (p.page_table) {
             const int page = unsigned(row) / unsigned(p.page_size);
@@ -67,7 +71,7 @@ template <typename T, typename Shape> struct CopiedKeys {
         } else if (p.cache_batch_idx) sequence = p.cache_batch_idx[item.b];
     }
 
-    template <bool kNeighbours> __device__ void copy(const WorkItem<Shape> &item) const {
+    template <bool kNeighbours> __device__ void copy() const {
         using Swizzle = PanelSwizzle<kRows>;
         constexpr int kRowStep = 32 / kVecs;
         const int lane_row = threadIdx.x % 32 / kVecs, vec = threadIdx.x % kVecs;
@@ -80,8 +84,8 @@ template <typename T, typename Shape> struct CopiedKeys {
         const int k_end = 8 * vec < p.head_dim ? end : first, v_end = 8 * vec < p.head_dim_v ? end : first;
         const uint32_t offset0 = Swizzle::offset(lane_row, vec);
         const uint64_t policy = evict_first();
-        const uint32_t k_address = shared_address(shared.stage(stage).k);
-        const uint32_t v_address = shared_address(shared.stage(stage).v);
+        const uint32_t k_address = shared_address(at(stage).k);
+        const uint32_t v_address = shared_address(at(stage).v);
 #pragma unroll(kNeighbours ? kRows / kRowStep : 2)
         for (int r = 0; r < kRows; r += kRowStep) {
             const T *k = gK, *v = gV;
@@ -98,7 +102,7 @@ template <typename T, typename Shape> struct CopiedKeys {
 };
 
 template <typename T, typename Shape>
-__global__ void __launch_bounds__(Shape::kNumThreads, 2)
+__global__ void __launch_bounds__(32 * Shape::kMostWarps, 1)
     decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Splits splits,
            const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
            int num_stages) {
@@ -106,45 +110,63 @@ __global__ void __launch_bounds__(Shape::kNumThreads, 2)
     __trap();
 #else
     auto &shared = shared_memory<WarpsMemory<Shape>>();
-    CopiedKeys<T, Shape> keys{p, shared, num_stages};
-    decode_by_warps<T>(p, splits, scores, factors, shared, keys);
+    const int warp_idx = threadIdx.x / 32;
+    if (p.phase == Phase::kAlone) wait_for_previous_kernel();
+    Scheduler<Shape> scheduler(p, splits, shared.scheduler);
+    for (Place at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
+        const WorkItem<Shape> item(p, splits, scheduler.plan, at);
+        if (item.rows == 0) continue;
+        const int begin = item.begin + scheduler.rank * splits.block_keys + warp_idx * Shape::kWarpKeys;
+        load_q<T>(shared.q, p, item, PanelSwizzle<Shape::kBlockM>::offset);
+        WarpKeys<T, Shape> keys(p, splits, item, begin, shared.buffer.stages, num_stages);
+        float acc_o[Shape::kMTiles][Shape::kHeadDim / 8][4] = {};
+        Softmax<Shape::kMTiles> softmax(factors.softmax_scale_log2);
+        keys.wait();
+        __syncthreads();  // Q is there
+        for (int key = begin; key < item.end; key += splits.step_keys)
+            attend<T>(shared.q, keys.next(), acc_o, softmax, item, key, p, scores, factors);
+        let_next_kernel_begin();
+        cp_async_wait<0>();  // groups without copies are left
+        __syncthreads();     // all warps have read their stages
+        shared.buffer.partial[warp_idx].store(item, acc_o, softmax, 0);
+        combine<T>(p, scheduler, item, shared.buffer.partial);
+    }
+    store_padding<T>(p);
+    if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
 #endif
 }
 
-// Two blocks share a multiprocessor if they fit it with two stages.
-template <typename Shape> struct Occupancy {
-    int num_stages, blocks_per_sm;
+template <typename Shape> struct Launch {
+    int num_stages = 2;
+    Splits splits;
 
-    Occupancy() {
+    explicit Launch(const DecodeParams &p) {
         constexpr int kSystemBytes = 1024;  // in each block's shared memory
-        auto blocks_with = [](int num_stages) {
-            return int(std::min<size_t>(2, (max_shared_memory() + kSystemBytes) /
-                                               (WarpsMemory<Shape>::bytes(num_stages) + kSystemBytes)));
+        auto blocks_with = [](int num_warps, int num_stages) {
+            return int((max_shared_memory() + kSystemBytes) /
+                       (WarpsMemory<Shape>::bytes(num_warps, num_stages) + kSystemBytes));
         };
-        num_stages = blocks_with(3) == 2 || (blocks_with(2) == 1 && blocks_with(3) == 1) ? 3 : 2;
-        blocks_per_sm = blocks_with(num_stages);
+        const int blocks_per_sm = std::min(2, blocks_with(Shape::kNumWarps, 2));
+        splits = Splits::make<Shape>(p, blocks_per_sm, blocks_with(Shape::kMostWarps, 2) > 0);
+        const int blocks = splits.num_warps == Shape::kMostWarps ? 1 : blocks_per_sm;
+        if (blocks_with(splits.num_warps, 3) >= blocks) num_stages = 3;
     }
 };
 
-template <typename Shape> Splits splits_of(const DecodeParams &p) {
-    return Splits::make<Shape>(p, Occupancy<Shape>().blocks_per_sm);
-}
-
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
-    const Splits splits = splits_of<Shape>(p);
-    const int num_stages = Occupancy<Shape>().num_stages;
+    const auto [num_stages, splits] = Launch<Shape>(p);
     launch_clusters(splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
-                    Shape::kNumThreads, WarpsMemory<Shape>::bytes(num_stages), p.stream, p, splits, Scores<>(p),
-                    ScoreFactors<float>(p), num_stages);
+                    32 * splits.num_warps, WarpsMemory<Shape>::bytes(splits.num_warps, num_stages), p.stream, p, splits,
+                    Scores<>(p), ScoreFactors<float>(p), num_stages);
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_warp_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).template workspace_bytes<Shape>(p); });
+    return with_warp_shape(p, [&]<typename Shape>() { return Launch<Shape>(p).splits.template workspace_bytes<Shape>(p); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {
-    return with_warp_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).num_counters(p); });
+    return with_warp_shape(p, [&]<typename Shape>() { return Launch<Shape>(p).splits.num_counters(p); });
 }
 
 void flash_decode(const DecodeParams &p) {

@@ -1,128 +1,180 @@
-// decode.cu on Hopper (sm_90a), with TMA in place of copies by threads: an instruction for a page of a warp's keys.
+// decode.cu for more than 32 packed rows on Hopper (sm_90a): for speculative decoding or many query heads per key head.
+// A tile has the 64 rows of one wgmma, and a block is one warpgroup:
+//   TMA      K(n+1) V(n+1)              up to two steps ahead, by the first warp
+//   wgmma    S = Q K(n)ᵀ ─┐        ┌─ O += P V(n)
+//   softmax               └─ P ────┘    a warp has 16 rows and all keys, so P stays in registers
+#include <algorithm>
+
 #include "cache/boxes.cuh"
-#include "cache/warps.cuh"
+#include "cache/combine.cuh"
+#include "common/device.h"
 
 namespace sm90 {
 
 using namespace device;
 using namespace decoding;
 
-// Copies a warp's keys and values by TMA. Lane i looks for the i-th box of a step.
-template <typename Shape> struct BoxedKeys {
-    static constexpr int kRows = Shape::kWarpKeys, kHeadDim = Shape::kHeadDim;
+// A step has 16 KB of K and of V each.
+template <int kHeadDim_> struct DecodeShape {
+    static constexpr int kHeadDim = kHeadDim_, kBlockM = 64, kBlockN = 8192 / kHeadDim, kNumWarps = 4;
+    static constexpr int kAlignment = kBlockN, kStages = 3;  // two blocks with more would not fit a multiprocessor
+    static constexpr bool kWarpsHaveKeys = false;            // they have rows of their own
+    static constexpr int block_keys(int) { return kBlockN; }
+};
+
+template <typename Shape> struct Stage {
+    SmemTile<Shape::kBlockN, Shape::kHeadDim> k, v;
+};
+
+template <typename Shape> struct DecodeMemory {
+    SmemTile<Shape::kBlockM, Shape::kHeadDim> q;
+    union {
+        Stage<Shape> stages[Shape::kStages];
+        PartialResult<Shape> partial;  // after a work item's last step
+    };
+    Barrier full[Shape::kStages];
+    typename Scheduler<Shape>::Shared scheduler;
+};
+
+// The first warp asks TMA for keys and values ahead of the computation, each lane for one box of a step.
+template <typename Shape> struct KeyBoxes {
     const DecodeParams &p;
     const CacheTensors &cache;
-    WarpsMemory<Shape> &shared;
-    const int num_stages;
-    int to = 0, from = 0;  // stages of the next copy and of the next step
-    uint32_t parity = 0;
-    int key, stride;       // first key of the next copy, and keys to the one after it
+    const WorkItem<Shape> &item;
+    const int stride;  // keys from one step of this block to the next
+    int key;           // first of the next step
     CacheBox box = {};
 
-    __device__ void begin(const WorkItem<Shape> &item, int first_key, int keys_of_step) {
-        fence_proxy_async();  // partial results were there where TMA will copy to
-        __syncthreads();      // all warps have read them
-        key = first_key, stride = keys_of_step;
-        find(item);
-        for (int i = 0; i + 1 < num_stages; i++) load(item);
+    __device__ KeyBoxes(const DecodeParams &p, const CacheTensors &cache, const WorkItem<Shape> &item, int key, int stride)
+        : p(p), cache(cache), item(item), stride(stride), key(key) {
+        find();
     }
-    __device__ const WarpStage<Shape> &next(const WorkItem<Shape> &item, int key_of_step) {
-        mbarrier_wait(full(from), parity);
-        __syncwarp();  // the last step is over
-        load(item);    // in place of that step's
-        WarpStage<Shape> &stage = shared.stage(from);
-        from = after(from), parity ^= from == 0;
-        clear_unseen(stage, item.keys.begin - key_of_step, item.keys.end - key_of_step);
-        return stage;
-    }
-    __device__ void wait_for_q() const { cp_async_wait<0>(); }
-    __device__ void end() const {}
-
-  private:
-    __device__ Barrier &full(int stage) const { return shared.full[stage][threadIdx.x / 32]; }
-    __device__ int after(int stage) const { return stage + 1 == num_stages ? 0 : stage + 1; }
-
-    __device__ void find(const WorkItem<Shape> &item) {
-        const int tile_row = threadIdx.x % 32 * p.box_rows, first = key + tile_row;
-        if (key < item.end && tile_row < kRows)
+    __device__ int tile_row() const { return threadIdx.x * p.box_rows; }
+    __device__ void find() {
+        const int first = key + tile_row();
+        if (key < item.end && tile_row() < Shape::kBlockN)
             box.find(p, item.b, item.seq.k_begin + first,
                      first < item.keys.end && first + p.box_rows > item.keys.begin);
     }
-    __device__ void load(const WorkItem<Shape> &item) {
+    __device__ void load(Stage<Shape> &stage, Barrier &full) {
         if (key >= item.end) return;
-        using Tile = SmemTile<kRows, kHeadDim>;
-        auto &k = reinterpret_cast<Tile &>(shared.stage(to).k), &v = reinterpret_cast<Tile &>(shared.stage(to).v);
-        if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full(to), sizeof(WarpStage<Shape>));
-#pragma unroll 1
-        for (int lane = 0, row = 0; row < kRows; lane++, row += p.box_rows) {
-            const CacheBox of_lane{__shfl_sync(~0u, box.sequence, lane), __shfl_sync(~0u, box.row, lane)};
-            if (!elect_one()) continue;
-            of_lane.load(k, row, p, cache.k, item.h_k, full(to));
-            of_lane.load(v, row, p, cache.v, item.h_k, full(to));
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, 2 * 2 * Shape::kBlockN * Shape::kHeadDim);
+        if (tile_row() < Shape::kBlockN) {
+            box.load(stage.k, tile_row(), p, cache.k, item.h_k, full);
+            box.load(stage.v, tile_row(), p, cache.v, item.h_k, full);
         }
-        to = after(to), key += stride;
-        find(item);
-    }
-    // What no row sees may be NaN, and 0 · NaN is NaN.
-    __device__ static void clear_unseen(WarpStage<Shape> &stage, int begin, int end) {
-        if (begin <= 0 && end >= kRows) return;
-        for (int i = threadIdx.x % 32; i < kRows * (kHeadDim / 8); i += 32) {
-            const int row = i / (kHeadDim / 8), vec = i % (kHeadDim / 8);
-            if (row < begin || row >= end)
-                reinterpret_cast<uint4 &>(stage.v[PanelSwizzle<kRows>::offset(row, vec) / 2]) = uint4{};
-        }
-        fence_proxy_async();  // before TMA copies to the same place
-        __syncwarp();         // all rows are 0
+        key += stride;
+        find();
     }
 };
 
 template <typename T, typename Shape>
-__global__ void __launch_bounds__(Shape::kNumThreads, 2)
-    decode_tma(const __grid_constant__ DecodeParams p, const __grid_constant__ Splits splits,
-               const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
-               const __grid_constant__ CacheTensors cache, int num_stages) {
+__device__ void attend(const SmemTile<Shape::kBlockM, Shape::kHeadDim> &q, const Stage<Shape> &stage,
+                       float (&acc_o)[1][Shape::kHeadDim / 8][4], Softmax<1> &softmax, const WorkItem<Shape> &item,
+                       int row, int key, const DecodeParams &p, const Scores<> &scores,
+                       const ScoreFactors<float> &factors) {
+    float acc_s[1][Shape::kBlockN / 8][4];
+    warpgroup_arrive();
+    multiply_abt<T>(acc_s[0], q, stage.k);
+    warpgroup_wait<0>(acc_s[0]);
+    const int lane_key = key + threadIdx.x % 4 * 2;
+    change_scores(acc_s, scores, factors, p, item, row, lane_key);
+    if (!item.all_rows_see(key, Shape::kBlockN)) hide_scores(acc_s, p, item, row, lane_key);
+    float alpha[2];
+    if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
+    uint32_t P[Shape::kBlockN / 16][4];
+#pragma unroll
+    for (int kk = 0; kk < Shape::kBlockN / 16; kk++) softmax.probabilities<T>(P[kk], acc_s[0], 0, kk);
+    warpgroup_arrive();
+    multiply_ab<T>(acc_o[0], P, stage.v);
+    warpgroup_wait<0>(acc_o[0], P);
+}
+
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(32 * Shape::kNumWarps, 2)
+    decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Splits splits,
+           const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
+           const __grid_constant__ CacheTensors cache) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
-    auto &shared = shared_memory<WarpsMemory<Shape>>();
+    auto &shared = shared_memory<DecodeMemory<Shape>>();
+    const bool loads = warp_uniform(threadIdx.x / 32) == 0;
     if (threadIdx.x == 0) {
         prefetch(cache.k.map), prefetch(cache.v.map);
-        for (auto &barriers : shared.full)
-            for (Barrier &full : barriers) mbarrier_init(full, 1);
+        for (Barrier &full : shared.full) mbarrier_init(full, 1);
         fence_mbarrier_init();
     }
-    BoxedKeys<Shape> keys{p, cache, shared, num_stages};
-    decode_by_warps<T>(p, splits, scores, factors, shared, keys);
+    if (p.phase == Phase::kAlone) wait_for_previous_kernel();
+    __syncthreads();  // the barriers are there
+    Scheduler<Shape> scheduler(p, splits, shared.scheduler);
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    int stage = 0;
+    uint32_t parity = 0;
+    for (Place at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
+        const WorkItem<Shape> item(p, splits, scheduler.plan, at);
+        if (item.rows == 0) continue;
+        const int begin = item.begin + scheduler.rank * Shape::kBlockN;
+        load_q<T>(&shared.q, p, item, [&](int row, int vec) { return shared.q.offset(row, 8 * vec); });
+        KeyBoxes<Shape> keys(p, cache, item, begin, splits.step_keys);
+        if (loads)
+            for (int i = 0, to = stage; i < Shape::kStages; i++, to = to + 1 == Shape::kStages ? 0 : to + 1)
+                keys.load(shared.stages[to], shared.full[to]);
+        float acc_o[1][Shape::kHeadDim / 8][4] = {};
+        Softmax<1> softmax(factors.softmax_scale_log2);
+        cp_async_wait<0>();
+        fence_proxy_async();
+        __syncthreads();  // Q is there
+        for (int key = begin; key < item.end; key += splits.step_keys) {
+            mbarrier_wait(shared.full[stage], parity);
+            clear_unseen<32 * Shape::kNumWarps, Shape::kBlockN>(threadIdx.x, 0, item.keys.begin - key, item.keys.end - key,
+                                                             shared.stages[stage].v);
+            attend<T>(shared.q, shared.stages[stage], acc_o, softmax, item, row, key, p, scores, factors);
+            __syncthreads();  // all warps have read the stage
+            if (loads) keys.load(shared.stages[stage], shared.full[stage]);
+            stage = stage + 1 == Shape::kStages ? 0 : stage + 1, parity ^= stage == 0;
+        }
+        let_next_kernel_begin();
+        shared.partial.store(item, acc_o, softmax, threadIdx.x / 32 * 16);
+        combine<T>(p, scheduler, item, &shared.partial);
+        fence_proxy_async();  // the partial result was there where TMA will copy to
+        __syncthreads();
+    }
+    store_padding<T>(p);
+    if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
 #endif
 }
 
-template <typename Shape> Splits splits_of(const DecodeParams &p) { return Splits::make<Shape>(p, 2); }
+template <typename Shape> Splits splits_of(const DecodeParams &p) { return Splits::make<Shape>(p, 2, false); }
 
 template <typename T, typename Shape> void launch_decode(DecodeParams p) {
-    using Memory = WarpsMemory<Shape>;
+    static_assert(2 * (sizeof(DecodeMemory<Shape>) + 1024) <= 228 << 10);  // the GPU takes 1 KB of each block
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
-    p.box_rows = cache_box_rows(p, Shape::kWarpKeys);
+    p.box_rows = cache_box_rows(p, Shape::kBlockN);
     const Splits splits = splits_of<Shape>(p);
-    const int64_t blocks = int64_t(splits.num_clusters) * splits.cluster;
-    // Two blocks share a multiprocessor, but few have one each.
-    const int num_stages = blocks <= p.num_sms ? Memory::kMostStages : 3;
-    launch_clusters(splits.cluster, decode_tma<T, Shape>, blocks, Shape::kNumThreads, Memory::bytes(num_stages),
-                    p.stream, p, splits, Scores<>(p), ScoreFactors<float>(p),
-                    CacheTensors{make_cache_tensor<Shape::kHeadDim>("k", p.k, p, p.head_dim),
-                                 make_cache_tensor<Shape::kHeadDim>("v", p.v, p, p.head_dim_v)}, num_stages);
+    launch_clusters(splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster, 32 * Shape::kNumWarps,
+                 sizeof(DecodeMemory<Shape>), p.stream, p, splits, Scores<>(p), ScoreFactors<float>(p),
+                 CacheTensors{make_cache_tensor<Shape::kHeadDim>("k", p.k, p, p.head_dim),
+                              make_cache_tensor<Shape::kHeadDim>("v", p.v, p, p.head_dim_v)});
+}
+
+// head_dim is at most 128.
+template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
+    return p.max_head_dim() <= 64 ? act.template operator()<DecodeShape<64>>()
+                                  : act.template operator()<DecodeShape<128>>();
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_warp_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).template workspace_bytes<Shape>(p); });
+    return with_decode_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).template workspace_bytes<Shape>(p); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {
-    return with_warp_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).num_counters(p); });
+    return with_decode_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).num_counters(p); });
 }
 
 void flash_decode(const DecodeParams &p) {
     if (compute_capability() != 90) throw std::runtime_error("minimal_attn: decode_sm90.cu needs a GPU of sm_90");
-    with_warp_shape(p, [&]<typename Shape>() {
+    with_decode_shape(p, [&]<typename Shape>() {
         p.dtype == DType::kFloat16 ? launch_decode<__half, Shape>(p) : launch_decode<__nv_bfloat16, Shape>(p);
     });
 }

@@ -11,11 +11,9 @@ namespace decoding {
 // One group of copies, with 0 beyond the sample and head_dim. offset_of(row, vec) is where 16 bytes lie in sQ.
 template <typename T, typename Shape, typename OffsetOf>
 __device__ void load_q(void *sQ, const DecodeParams &p, const WorkItem<Shape> &item, OffsetOf offset_of) {
-    constexpr int kVecs = Shape::kHeadDim / 8, kRowStep = Shape::kNumThreads / kVecs;
-    const int vec = threadIdx.x % kVecs;
-#pragma unroll
-    for (int row0 = 0; row0 < Shape::kBlockM && item.is_valid(); row0 += kRowStep) {
-        const int r = row0 + threadIdx.x / kVecs;
+    constexpr int kVecs = Shape::kHeadDim / 8;
+    for (int i = threadIdx.x; i < Shape::kBlockM * kVecs; i += blockDim.x) {
+        const int r = i / kVecs, vec = i % kVecs;
         const bool is_needed = r < item.rows && 8 * vec < p.head_dim;
         const PackedRow at(item, is_needed ? r : 0);
         const T *gQ = rows_of<const T>(p.q, item.b, at.head, item.seq.q_begin + at.token) + 8 * vec;

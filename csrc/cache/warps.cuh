@@ -4,15 +4,19 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 
 #include "cache/combine.cuh"
 
 namespace decoding {
 
-// A warp has 32 keys of a step at head_dim 64, otherwise 16.
-template <int kHeadDim_, int kBlockM_> struct WarpShape : KeyShape<kHeadDim_, kBlockM_, kHeadDim_ == 256 ? 2 : 4> {
-    static constexpr int kWarpKeys = WarpShape::kBlockN / WarpShape::kNumWarps, kMTiles = kBlockM_ / 16;
-    static constexpr int kParts = WarpShape::kNumWarps;  // partial results of a block
+// A warp has 32 keys of a step at head_dim 64, otherwise 16: 4 or 8 KB of K, and of V.
+template <int kHeadDim_, int kBlockM_> struct WarpShape {
+    static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kMTiles = kBlockM / 16;
+    static constexpr int kNumWarps = kHeadDim == 256 ? 2 : 4, kMostWarps = 2 * kNumWarps;
+    static constexpr int kWarpKeys = kHeadDim == 64 ? 32 : 16, kAlignment = kWarpKeys;
+    static constexpr bool kWarpsHaveKeys = true;  // of their own
+    static constexpr int block_keys(int num_warps) { return num_warps * kWarpKeys; }
 };
 
 // Tiles of 32 rows end at head_dim 128: beyond, two blocks would not fit the registers.
@@ -49,18 +53,16 @@ template <typename Shape> struct alignas(1024) WarpStage {
 };
 
 template <typename Shape> struct WarpsMemory {
-    static constexpr int kMostStages = 6;
     alignas(1024) uint16_t q[Shape::kBlockM * Shape::kHeadDim];
     typename Scheduler<Shape>::Shared scheduler;
-    uint64_t full[kMostStages][Shape::kNumWarps];   // barriers of TMA
     union Buffer {
-        WarpStage<Shape> stages[Shape::kNumWarps];  // of the warps, as often as the ring has stages
-        PartialResult<Shape> parts[Shape::kParts];  // after a work item's last step
+        WarpStage<Shape> stages[1];       // of the warps, as often as the ring has stages
+        PartialResult<Shape> partial[1];  // of the warps after a work item's last step
     } buffer;
 
-    __device__ WarpStage<Shape> &stage(int i) { return buffer.stages[i * Shape::kNumWarps + threadIdx.x / 32]; }
-    static size_t bytes(int num_stages) {
-        return sizeof(WarpsMemory) - sizeof(Buffer) + std::max(num_stages * sizeof(Buffer::stages), sizeof(Buffer));
+    static size_t bytes(int num_warps, int num_stages) {
+        return offsetof(WarpsMemory, buffer) +
+               num_warps * std::max(num_stages * sizeof(WarpStage<Shape>), sizeof(PartialResult<Shape>));
     }
 };
 
@@ -92,7 +94,7 @@ __device__ void attend(const uint16_t *q, const WarpStage<Shape> &stage,
     }
     const int row = lane_idx / 4, lane_key = key + lane_idx % 4 * 2;
     change_scores(acc_s, scores, factors, p, item, row, lane_key);
-    if (key < item.full.begin || key + kKeys > item.full.end) hide_scores(acc_s, p, item, row, lane_key);
+    if (!item.all_rows_see(key, kKeys)) hide_scores(acc_s, p, item, row, lane_key);
     float alpha[2 * kMTiles];
     if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
     const uint32_t v_address = shared_address(stage.v) + Swizzle::down(lane_idx);
@@ -109,34 +111,6 @@ __device__ void attend(const uint16_t *q, const WarpStage<Shape> &stage,
             }
         }
     }
-}
-
-// What a block does. keys.begin() begins to copy this warp's keys, from its first one on; keys.next() waits for those of
-// a step and copies later ones; keys.end() leaves nothing under way.
-template <typename T, typename Shape, typename Keys>
-__device__ void decode_by_warps(const DecodeParams &p, const Splits &splits, const Scores<> &scores,
-                                const ScoreFactors<float> &factors, WarpsMemory<Shape> &shared, Keys &keys) {
-    if (p.phase == Phase::kAlone) wait_for_previous_kernel();
-    Scheduler<Shape> scheduler(p, splits, shared.scheduler);
-    const int stride = splits.cluster * Shape::kBlockN, warp_idx = threadIdx.x / 32;
-    for (WorkItem<Shape> item = scheduler.first(); item.is_valid(); item = scheduler.next(item)) {
-        const int begin = item.begin + scheduler.rank * Shape::kBlockN + warp_idx * Shape::kWarpKeys;
-        load_q<T>(shared.q, p, item, PanelSwizzle<Shape::kBlockM>::offset);
-        keys.begin(item, begin, stride);
-        float acc_o[Shape::kMTiles][Shape::kHeadDim / 8][4] = {};
-        Softmax<Shape::kMTiles> softmax(factors.softmax_scale_log2);
-        keys.wait_for_q();
-        __syncthreads();  // Q is there
-        for (int key = begin; key < item.end; key += stride)
-            attend<T, Shape>(shared.q, keys.next(item, key), acc_o, softmax, item, key, p, scores, factors);
-        let_next_kernel_begin();
-        keys.end();
-        __syncthreads();  // all warps have read their stages
-        shared.buffer.parts[warp_idx].store(item, acc_o, softmax, 0);
-        combine<T>(p, scheduler, item, shared.buffer.parts);
-    }
-    store_padding<T>(p);
-    if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
 }
 
 }  // namespace decoding

@@ -29,61 +29,60 @@ inline int tuned[8];
 using namespace device;
 using namespace ptx;
 
-// A step has 16 KB of K and of V each.
-template <int kHeadDim_, int kBlockM_, int kNumWarps_> struct KeyShape {
-    static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = 8192 / kHeadDim;
-    static constexpr int kNumWarps = kNumWarps_, kNumThreads = 32 * kNumWarps;
-    static constexpr int kPitch = kHeadDim + 8;  // floats of a row of a partial result in shared memory
-};
-
 // Unsigned divisions take fewer instructions.
 __device__ inline int floor_div(unsigned x, unsigned y) { return int(x / y); }
 __host__ __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) / y); }
 
-// A launch. Blocks of a cluster have neighbouring numbers, and so have key heads, which lie side by side in memory.
+// How a launch divides its work. Blocks of a cluster have neighbouring numbers, and so have key heads, which lie side by
+// side in memory.
 struct Splits {
-    // Steps of a block, before a sample is split once more; and in each work item with num_splits.
-    static constexpr int kLeastSteps = 16, kLeastFixed = 4;
     static constexpr int kMostBlocks = 8;  // of a cluster
-    int group;            // query heads of a key head
-    uint32_t per_group;   // the next integer above 2^31 / group
-    int rows;             // of a partial result
-    int tiles;            // of a sample and key head, by max_seqlen_q
-    int cluster;          // blocks
+    // Warp-steps of a block before a sample is split once more, and in each work item with num_splits.
+    static constexpr int kLeastWarpSteps = 64, kLeastFixed = 16;
+    int group;                   // query heads of a key head
+    uint32_t per_group;          // the next integer above 2^31 / group
+    int rows;                    // of a partial result
+    int tiles;                   // of a sample and key head, by max_seqlen_q
+    int cluster, num_warps;      // blocks of a cluster, warps of a block
+    int block_keys, step_keys;   // of a step of a block, and of a cluster
     int num_clusters, resident;  // of the launch; at most so many run at the same time
-    int most;             // work items of a sample with num_splits; 0: as its batch needs
-    bool may_split;       // a sample may have several work items
+    int most;                    // work items of a sample with num_splits; 0: as its batch needs
+    int least_steps;             // of a work item
+    bool may_split;              // a sample may have several work items
 
-    template <typename Shape> static Splits make(const DecodeParams &p, int blocks_per_sm) {
+    // blocks_per_sm of Shape::kNumWarps warps. If may_double, one block of twice as many fits a multiprocessor.
+    template <typename Shape> static Splits make(const DecodeParams &p, int blocks_per_sm, bool may_double) {
         Splits x;
         x.group = p.nheads / p.nheads_k, x.per_group = (1u << 31) / x.group + 1;
         if (x.group > 1 << 15) throw std::invalid_argument("minimal_attn: a key head has over 32768 query heads");
         const int64_t packed_rows = int64_t(x.group) * p.max_seqlen_q;
         x.rows = int(std::min<int64_t>(packed_rows, Shape::kBlockM));
         const int64_t tiles = (packed_rows + Shape::kBlockM - 1) / Shape::kBlockM;
-        const int64_t items = p.batch_size * p.nheads_k * tiles, steps = p.seqlen_k / Shape::kBlockN + 1;
-        if (items > INT32_MAX / 16 || p.batch_size * tiles * steps > INT32_MAX / 2)
+        const int64_t items = p.batch_size * p.nheads_k * tiles;
+        if (items > INT32_MAX / 16 || p.batch_size * tiles * (p.seqlen_k / Shape::block_keys(Shape::kNumWarps) + 1) > INT32_MAX / 2)
             throw std::invalid_argument("minimal_attn: the call has over 2^27 tiles of rows, or 2^30 steps of a tile and "
                                         "its keys; divide the batch into several calls");
-        // Clusters fill the multiprocessors once. Two blocks of one would only share its bandwidth.
-        const int most_blocks = compute_capability() >= 90 ? kMostBlocks : 1, slots = p.num_sms * blocks_per_sm;
         x.tiles = int(tiles), x.cluster = 1;
+        // Clusters fill the multiprocessors once: a block has a multiprocessor for itself, and twice as many warps.
+        // With num_splits nothing depends on the batch.
+        const int most_blocks = compute_capability() >= 90 ? kMostBlocks : 1;
         while (2 * x.cluster <= most_blocks &&
                (p.num_splits ? 2 * x.cluster <= p.num_splits : 2 * x.cluster * items <= p.num_sms)) x.cluster *= 2;
-#ifdef DECODE_TUNE
-        if (tuned[0]) x.cluster = tuned[0];
-#endif
+        const bool doubles = may_double && !p.num_splits && x.cluster * items <= p.num_sms;
+        x.num_warps = doubles ? 2 * Shape::kNumWarps : Shape::kNumWarps;
+        x.block_keys = Shape::block_keys(x.num_warps), x.step_keys = x.block_keys * x.cluster;
         x.most = p.num_splits / x.cluster;
-        const int64_t block_steps = (steps + x.cluster - 1) / x.cluster;
-        x.may_split = x.most ? x.most > 1 && block_steps >= 2 * kLeastFixed : block_steps > kLeastSteps;
-        // More clusters than items where these cannot fill the GPU.
-        const int resident = std::max(1, slots / x.cluster);
-        const bool is_full = x.cluster * items > p.num_sms / 2;
-        x.num_clusters = int(x.may_split && !is_full ? std::max<int64_t>(items, resident) : items);
-        x.resident = std::min(x.num_clusters, resident);
+        x.least_steps = std::max(1, (x.most ? kLeastFixed : kLeastWarpSteps) / x.num_warps);
+        const int64_t steps = p.seqlen_k / x.step_keys + 2;
+        x.may_split = x.most ? x.most > 1 && steps >= 2 * x.least_steps : steps > x.least_steps;
+        // More clusters than items only where these leave half of the GPU idle.
+        x.resident = std::max(1, p.num_sms * (doubles ? 1 : blocks_per_sm) / x.cluster);
+        const bool are_few = 2 * x.cluster * items <= p.num_sms;
+        x.num_clusters = int(x.may_split && are_few ? std::max<int64_t>(items, x.resident) : items);
+        x.resident = std::min(x.num_clusters, x.resident);
         return x;
     }
-    // Partial results in the workspace, see Plan.
+    // Partial results in the workspace, see Plan::slot().
     int64_t slots(const DecodeParams &p) const {
         return may_split ? p.nheads_k * (most ? p.batch_size * most : 8 * resident / p.nheads_k + p.batch_size + 1) : 0;
     }
@@ -101,36 +100,42 @@ struct Splits {
 template <typename Shape> struct Sample {
     Sequence seq;
     int num_rows, num_tiles;
-    int num_steps;  // of a block, for one tile with all rows
+    int num_steps;  // for one tile with all rows
 
     __device__ Sample(const DecodeParams &p, const Splits &splits, int b) : seq(p, b) {
         num_rows = seq.is_served(p) ? seq.seqlen_q * splits.group : 0;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
-        const int begin = max(0, seq.seqlen_k - seq.seqlen_q - p.window_left) / Shape::kBlockN * Shape::kBlockN;
-        num_steps = num_tiles ? ceil_div(ceil_div(seq.seqlen_k - begin, Shape::kBlockN), splits.cluster) : 0;
+        const int begin = max(0, seq.seqlen_k - seq.seqlen_q - p.window_left) & -Shape::kAlignment;
+        num_steps = num_tiles ? ceil_div(seq.seqlen_k - begin, splits.step_keys) : 0;
     }
 };
 
-// The steps of a block in each work item of a sample.
+// The steps of each work item of a sample.
 struct Plan {
     int first, later;  // of the first item, of each later one
-    int most;          // with num_splits
     bool has_later;    // in this batch
 
-    __device__ int count(int num_steps) const {
-        if (most) return max(1, min(most, num_steps / Splits::kLeastFixed));
+    __device__ int count(const Splits &splits, int num_steps) const {
+        if (splits.most) return max(1, min(splits.most, num_steps / splits.least_steps));
         return num_steps <= first ? 1 : 1 + ceil_div(num_steps - first, later);
     }
-    __device__ Range steps(int num_steps, int split) const {
-        if (most) {
-            const int size = ceil_div(num_steps, count(num_steps));
+    __device__ Range steps(const Splits &splits, int num_steps, int split) const {
+        if (splits.most) {
+            const int size = ceil_div(num_steps, count(splits, num_steps));
             return {split * size, min(num_steps, (split + 1) * size)};
         }
         return {split ? first + (split - 1) * later : 0, min(num_steps, first + split * later)};
     }
     // The first slot of a sample's key heads, with the steps of the samples before it. The next sample's is at least
-    // count(num_steps) further, as first >= later.
-    __device__ int slot(int b, int steps_before) const { return most ? b * most : steps_before / later + b; }
+    // count() further, as first >= later.
+    __device__ int slot(const Splits &splits, int b, int steps_before) const {
+        return splits.most ? b * splits.most : steps_before / later + b;
+    }
+};
+
+// A work item before its lengths are known. No more items: b is -1.
+struct Place {
+    int b, h_k, tile, split, first_slot;
 };
 
 template <typename Shape> struct PackedRow;
@@ -138,8 +143,8 @@ template <typename Shape> struct PackedRow;
 // A tile of rows, and steps of keys for a cluster.
 template <typename Shape> struct WorkItem {
     Sequence seq;
-    int b, h_k, tile, num_tiles;
-    int rows;                  // of the tile
+    int b, h_k;
+    int rows;                  // of the tile; 0: there is no such tile
     int group;
     uint32_t per_group;
     int token, head_of_group;  // of its first row
@@ -148,26 +153,25 @@ template <typename Shape> struct WorkItem {
     int num_splits, split;     // work items of the sample, and the number of this one
     int slot;                  // of its result in the workspace
 
-    __device__ WorkItem(const DecodeParams &p, const Splits &splits, const Plan &plan, const Sample<Shape> &sample, int b,
-                        int h_k, int tile, int split, int first_slot)
-        : seq(sample.seq), b(b), h_k(h_k), tile(tile), num_tiles(sample.num_tiles), group(splits.group),
-          per_group(splits.per_group), split(split) {
-        rows = min(Shape::kBlockM, sample.num_rows - tile * Shape::kBlockM);
-        token = tile ? floor_div(tile * Shape::kBlockM, group) : 0, head_of_group = tile * Shape::kBlockM - token * group;
+    __device__ WorkItem(const DecodeParams &p, const Splits &splits, const Plan &plan, const Place &at)
+        : b(at.b), h_k(at.h_k), group(splits.group), per_group(splits.per_group), num_splits(1), split(at.split),
+          slot((at.first_slot + at.split) * p.nheads_k + at.h_k) {
+        const Sample<Shape> sample(p, splits, b);
+        seq = sample.seq;
+        rows = max(0, min(Shape::kBlockM, sample.num_rows - at.tile * Shape::kBlockM));
+        token = at.tile ? floor_div(at.tile * Shape::kBlockM, group) : 0;
+        head_of_group = at.tile * Shape::kBlockM - token * group;
         const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
-        const Range first = mask.keys(token), last = mask.keys(PackedRow<Shape>(*this, rows - 1).token);
+        const Range first = mask.keys(token), last = mask.keys(PackedRow<Shape>(*this, max(0, rows - 1)).token);
         keys = {first.begin, last.end};
         full = {last.begin, p.tree_mask ? seq.seqlen_k - seq.seqlen_q : first.end};
-        begin = floor_div(keys.begin, Shape::kBlockN) * Shape::kBlockN, end = keys.end;
-        num_splits = splits.may_split && num_tiles == 1 ? plan.count(sample.num_steps) : 1;
-        slot = (first_slot + split) * p.nheads_k + h_k;
-        if (num_splits == 1) return;
-        const Range steps = plan.steps(sample.num_steps, split);
-        end = min(end, begin + steps.end * splits.cluster * Shape::kBlockN);
-        begin += steps.begin * splits.cluster * Shape::kBlockN;
+        begin = keys.begin & -Shape::kAlignment, end = keys.end;
+        if (!splits.may_split || sample.num_tiles > 1) return;
+        num_splits = plan.count(splits, sample.num_steps);
+        const Range steps = plan.steps(splits, sample.num_steps, split);
+        end = min(end, begin + steps.end * splits.step_keys), begin += steps.begin * splits.step_keys;
     }
-    __device__ bool is_valid() const { return tile < num_tiles; }
-    __device__ bool all_rows_see(int key) const { return key >= full.begin && key + Shape::kBlockN <= full.end; }
+    __device__ bool all_rows_see(int key, int count) const { return key >= full.begin && key + count <= full.end; }
 };
 
 // A product replaces a slow division.
@@ -197,63 +201,64 @@ template <typename X> __device__ X load_from_cluster(const X &x, [[maybe_unused]
 // A cluster's work items, one after another.
 template <typename Shape> struct Scheduler {
     struct Shared {
-        int sums[Shape::kNumWarps][3];
+        int sums[32][3];  // of the warps
         int item;
     };
     const DecodeParams &p;
     const Splits &splits;
     Shared &shared;
     const int cluster_idx, rank;  // of this cluster, and of this block in it
-    Plan plan{1, 1, 0, false};
+    Plan plan{1, 1, false};
 
     __device__ Scheduler(const DecodeParams &p, const Splits &splits, Shared &shared)
         : p(p), splits(splits), shared(shared), cluster_idx(floor_div(blockIdx.x, splits.cluster)),
           rank(blockIdx.x - cluster_idx * splits.cluster) {}
 
-    __device__ WorkItem<Shape> first() {
+    __device__ Place first() {
         const int heads = floor_div(cluster_idx, p.nheads_k), h_k = cluster_idx - heads * p.nheads_k;
-        const int b = splits.tiles == 1 ? heads : floor_div(heads, splits.tiles), tile = heads - b * splits.tiles;
+        const int b = splits.tiles == 1 ? heads : floor_div(heads, splits.tiles);
         const int slot = splits.may_split ? make_plan(b) : 0;
-        if (b >= p.batch_size) return later();
-        const WorkItem<Shape> item(p, splits, plan, Sample<Shape>(p, splits, b), b, h_k, tile, 0, slot);
-        return item.is_valid() ? item : later();
+        return b < p.batch_size ? Place{b, h_k, heads - b * splits.tiles, 0, slot} : later();
     }
-    // A sample with more rows than max_seqlen_q has more tiles than clusters.
-    __device__ WorkItem<Shape> next(const WorkItem<Shape> &item) {
-        if (item.tile + splits.tiles >= item.num_tiles) return later();
-        return {p, splits, plan, Sample<Shape>(p, splits, item.b), item.b, item.h_k, item.tile + splits.tiles, 0, 0};
+    __device__ Place next(const Place &at) {
+        // A sample of a packed batch may have more rows than max_seqlen_q.
+        if (p.cu_seqlens_q && at.tile + splits.tiles < Sample<Shape>(p, splits, at.b).num_tiles)
+            return {at.b, at.h_k, at.tile + splits.tiles, 0, at.first_slot};
+        return later();
     }
 
   private:
     // By all threads. Returns the first slot of sample b.
     __device__ int make_plan(int b) {
-        plan.most = splits.most, plan.has_later = true;
-        if (splits.most) return plan.slot(b, 0);
+        plan.has_later = true;
+        if (splits.most) return plan.slot(splits, b, 0);
         int total = 0, before = 0, longest = 0;
-        for (int i = threadIdx.x; i < p.batch_size; i += Shape::kNumThreads) {
+        for (int i = threadIdx.x; i < p.batch_size; i += blockDim.x) {
             const Sample<Shape> sample(p, splits, i);
             total += sample.num_tiles * sample.num_steps, before += i < b ? sample.num_steps : 0;
             if (sample.num_tiles == 1) longest = max(longest, sample.num_steps);
         }
-        auto add = [](int &x, int y) { x += y; };
         for (int lanes = 16; lanes > 0; lanes /= 2) {
-            add(total, __shfl_xor_sync(~0u, total, lanes)), add(before, __shfl_xor_sync(~0u, before, lanes));
+            total += __shfl_xor_sync(~0u, total, lanes), before += __shfl_xor_sync(~0u, before, lanes);
             longest = max(longest, __shfl_xor_sync(~0u, longest, lanes));
         }
         int (&mine)[3] = shared.sums[threadIdx.x / 32];
         if (threadIdx.x % 32 == 0) mine[0] = total, mine[1] = before, mine[2] = longest;
         __syncthreads();
         total = before = longest = 0;
-        for (auto &sums : shared.sums) total += sums[0], before += sums[1], longest = max(longest, sums[2]);
+        for (int warp = 0; warp < splits.num_warps; warp++) {
+            const int (&sums)[3] = shared.sums[warp];
+            total += sums[0], before += sums[1], longest = max(longest, sums[2]);
+        }
         const int mean = int((int64_t(total) * p.nheads_k + splits.resident - 1) / splits.resident);
-        plan.first = max(splits.kLeastSteps, mean + mean / 8), plan.later = ceil_div(plan.first, 8);
+        plan.first = max(splits.least_steps, mean + mean / 8), plan.later = ceil_div(plan.first, 8);
         plan.has_later = longest > plan.first;
-        return plan.slot(b, before);
+        return plan.slot(splits, b, before);
     }
 
     // A later item of some sample, by all threads of the cluster.
-    __device__ WorkItem<Shape> later() {
-        if (!plan.has_later) return none();
+    __device__ Place later() {
+        if (!plan.has_later) return {-1};
         if (rank == 0 && threadIdx.x == 0) shared.item = atomicAdd(p.counters, 1);
         sync_cluster(splits.cluster);
         const int index = load_from_cluster(shared.item, 0);
@@ -261,36 +266,31 @@ template <typename Shape> struct Scheduler {
         const int lane_idx = threadIdx.x % 32;
         int items_before = 0, steps_before = 0;
         for (int b0 = 0; b0 < p.batch_size; b0 += 32) {
-            int steps = 0, items = 0;
+            int items = 0, steps = 0;
             if (b0 + lane_idx < p.batch_size) {
                 const Sample<Shape> sample(p, splits, b0 + lane_idx);
                 steps = sample.num_steps;
-                if (sample.num_tiles == 1) items = (plan.count(steps) - 1) * p.nheads_k;
+                if (sample.num_tiles == 1) items = (plan.count(splits, steps) - 1) * p.nheads_k;
             }
-            int items_end = items_before + items, steps_end = steps_before + steps;
+            int items_end = items, steps_end = steps;
             for (int lanes = 1; lanes < 32; lanes *= 2) {
-                const int other_items = __shfl_up_sync(~0u, items_end - items_before, lanes);
-                const int other_steps = __shfl_up_sync(~0u, steps_end - steps_before, lanes);
+                const int other_items = __shfl_up_sync(~0u, items_end, lanes);
+                const int other_steps = __shfl_up_sync(~0u, steps_end, lanes);
                 if (lane_idx >= lanes) items_end += other_items, steps_end += other_steps;
             }
+            items_end += items_before, steps_end += steps_before;
             const int lane = __popc(__ballot_sync(~0u, items_end <= index));  // whose sample has the item
             if (lane < 32) {
                 const int i = index - __shfl_sync(~0u, items_end - items, lane), b = b0 + lane;
-                const int slot = plan.slot(b, __shfl_sync(~0u, steps_end - steps, lane)), split = 1 + i / p.nheads_k;
-                return {p, splits, plan, Sample<Shape>(p, splits, b), b, i % p.nheads_k, 0, split, slot};
+                const int slot = plan.slot(splits, b, __shfl_sync(~0u, steps_end - steps, lane));
+                return {b, i % p.nheads_k, 0, 1 + i / p.nheads_k, slot};
             }
             items_before = __shfl_sync(~0u, items_end, 31), steps_before = __shfl_sync(~0u, steps_end, 31);
         }
-        plan.has_later = false;
         // The last cluster leaves zeros.
         if (rank == 0 && threadIdx.x == 0 && atomicAdd(p.counters + 1, 1) == splits.num_clusters - 1)
             p.counters[0] = p.counters[1] = 0;
-        return none();
-    }
-    __device__ WorkItem<Shape> none() const {
-        WorkItem<Shape> item(p, splits, plan, Sample<Shape>(p, splits, 0), 0, 0, 0, 0, 0);
-        item.tile = item.num_tiles = 0;
-        return item;
+        return {-1};
     }
 };
 

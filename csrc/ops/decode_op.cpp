@@ -25,10 +25,8 @@ class Workspaces {
         int64_t count = 0;
         launch_by_rows(
             p, fewest, num_sms(), can_launch_early(), [](const DecodeParams &) {},
-            [&](const DecodeParams &p) { count += sm90::num_decode_wgmma_counters(p); },
-            [&](const DecodeParams &p) {
-                count += fewest.has_tma ? sm90::num_decode_counters(p) : sm80::num_decode_counters(p);
-            });
+            [&](const DecodeParams &p) { count += sm90::num_decode_counters(p); },
+            [&](const DecodeParams &p) { count += sm80::num_decode_counters(p); });
         counters = zeroed_counters(count, p.stream);
         if (counters) return;
         counters = static_cast<int *>(tensors.emplace_back(make_zeros({count}, ScalarType::Int, q)).data_ptr());
@@ -96,13 +94,10 @@ TwoTensors flash_decode(const TorchTensor &q, const TorchTensor &k,
         launch_by_rows(
             p, fewest, num_sms(), can_launch_early(), [&](const DecodeParams &p) { workspaces.prefill(p, q); },
             [&](const DecodeParams &p) {
-                workspaces.decode(p, q, sm90::flash_decode_wgmma, sm90::decode_wgmma_workspace,
-                                  sm90::num_decode_wgmma_counters);
+                workspaces.decode(p, q, sm90::flash_decode, sm90::decode_workspace, sm90::num_decode_counters);
             },
             [&](const DecodeParams &p) {
-                if (fewest.has_tma)
-                    workspaces.decode(p, q, sm90::flash_decode, sm90::decode_workspace, sm90::num_decode_counters);
-                else workspaces.decode(p, q, sm80::flash_decode, sm80::decode_workspace, sm80::num_decode_counters);
+                workspaces.decode(p, q, sm80::flash_decode, sm80::decode_workspace, sm80::num_decode_counters);
             });
         return {out, lse};
     }

@@ -1,4 +1,4 @@
-// decode.cu, decode_sm90.cu, decode_wgmma_sm90.cu and prefill_sm90.cu, on small cases and without torch, as driver.cpp
+// decode.cu, decode_sm90.cu and prefill_sm90.cu, on small cases and without torch, as driver.cpp
 // has the other kernels, for the emulator and compute-sanitizer. Results are compared with attention in double
 // precision. What no row sees of a cache is NaN. With num_splits every sample is computed in its batch and alone, and
 // must have the same bits.
@@ -28,7 +28,6 @@ using namespace device;
 #include "common/device.cu"
 #include "cache/decode.cu"
 #include "cache/decode_sm90.cu"
-#include "cache/decode_wgmma_sm90.cu"
 #include "cache/prefill_sm90.cu"
 using namespace device;
 #endif
@@ -48,11 +47,9 @@ struct Case {
     int num_splits = 0;
     int max_seqlen_q = 0;          // 0: the largest
     enum Tree { kNone, kBranches, kCausal } tree = kNone;  // the tree mask; kCausal is the causal mask as one
-    int wgmma = INT_MAX, prefill = INT_MAX;  // from so many rows on decode_wgmma_sm90.cu and prefill_sm90.cu serve a sample
-    bool has_tma = false;                   // decode_sm90.cu serves the rest, not decode.cu
+    int tall = INT_MAX, prefill = INT_MAX;  // from so many rows on decode_sm90.cu and prefill_sm90.cu serve a sample
 
     int samples() const { return int(seqused_k.size()); }
-    bool may_have_tma() const { return head_dim % 8 == 0 && (!pages || (size % 16 == 0 && leftpad_k.empty())); }
     int capacity() const { return pages ? size * pages : size; }
 };
 
@@ -61,7 +58,7 @@ Case prefill(Case c, int rows = 1) {
     return c;
 }
 Case tall(Case c, int rows = 1, int prefill = INT_MAX) {
-    c.wgmma = rows, c.prefill = prefill;
+    c.tall = rows, c.prefill = prefill;
     return c;
 }
 
@@ -156,6 +153,7 @@ const std::vector<Case> cases = {
     tall({"tall_splits", b16, 4, 2, 5, 128, 128, 400, 0, {400, 300, 10}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
           false, 3}),
     tall({"tall_clamped", f16, 2, 1, 5, 64, 64, 16, 4, {1 << 30, -5}}),
+    tall({"tall_uneven", b16, 2, 1, 5, 128, 128, 3000, 0, {100, 3000, 5, 0, 64, 70}, -1, 0}),
     tall({"tall_tree", f16, 6, 1, 9, 64, 64, 16, 20, {260, 8, 100}, -1, -1, {}, {}, {9, 4, 7}, 0, 1, false, true, false,
           false, 0, 0, Case::kBranches}),
     tall({"all_kernels", b16, 4, 2, 0, 128, 128, 16, 14, {200, 180, 100, 224, 5}, -1, 0, {}, {0, 1, 90, 97, 300, 300}},
@@ -364,13 +362,11 @@ template <typename T> struct Call {
         // Each launch has its own, as in decode_op.cpp, and nothing to spare.
         int64_t num_counters = 1;
         auto count = [&](int64_t number) { num_counters += number; };
-        const FewestRows fewest{c.wgmma, c.prefill, c.has_tma};
+        const FewestRows fewest{c.tall, c.prefill};
         launch_by_rows(
             p, fewest, num_sms(), true, [](const DecodeParams &) {},
-            [&](const DecodeParams &p) { count(sm90::num_decode_wgmma_counters(p)); },
-            [&](const DecodeParams &p) {
-                count(c.has_tma ? sm90::num_decode_counters(p) : sm80::num_decode_counters(p));
-            });
+            [&](const DecodeParams &p) { count(sm90::num_decode_counters(p)); },
+            [&](const DecodeParams &p) { count(sm80::num_decode_counters(p)); });
         const std::vector<int> zeros(num_counters);
         Memory<int> counters(zeros);
         p.counters = counters.device;
@@ -391,12 +387,10 @@ template <typename T> struct Call {
                 if (p.phase != Phase::kPrefill || has_first_prefill) sm90::flash_prefill(p);
             },
             [&](const DecodeParams &p) {
-                decode(p, sm90::decode_wgmma_workspace(p), sm90::num_decode_wgmma_counters(p),
-                       sm90::flash_decode_wgmma);
+                decode(p, sm90::decode_workspace(p), sm90::num_decode_counters(p), sm90::flash_decode);
             },
             [&](const DecodeParams &p) {
-                if (c.has_tma) decode(p, sm90::decode_workspace(p), sm90::num_decode_counters(p), sm90::flash_decode);
-                else decode(p, sm80::decode_workspace(p), sm80::num_decode_counters(p), sm80::flash_decode);
+                decode(p, sm80::decode_workspace(p), sm80::num_decode_counters(p), sm80::flash_decode);
             });
         o.fetch(), lse.fetch(), counters.fetch();
         if (std::count(counters.host.begin(), counters.host.end(), 0) != std::ssize(counters.host))
@@ -543,17 +537,12 @@ template <typename T> void run(const Case &c, double epsilon, const std::vector<
         }
 }
 
-// With both copies of keys, and with num_splits.
+// Without num_splits, and with it.
 template <typename T> void run(Case c, double epsilon) {
-    const int num_splits = c.num_splits;
-    for (bool has_tma : {false, true}) {
-        if (has_tma && !c.may_have_tma()) continue;
-        c.has_tma = has_tma, c.num_splits = num_splits;
-        run<T>(c, epsilon, schedules);
-        if (num_splits) continue;
-        c.num_splits = 16;
-        run<T>(c, epsilon, {schedules.back()});
-    }
+    run<T>(c, epsilon, schedules);
+    if (c.num_splits) return;
+    c.num_splits = 16;
+    run<T>(c, epsilon, {schedules.back()});
 }
 
 size_t part = 0, parts = 1;
