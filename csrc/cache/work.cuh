@@ -22,9 +22,6 @@
 #include "ptx/cluster.cuh"
 
 namespace decoding {
-#ifdef DECODE_TUNE
-inline int tuned[8];
-#endif
 
 using namespace device;
 using namespace ptx;
