@@ -136,9 +136,9 @@ __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler
     if (item.num_splits == 1) return;
     // The last work item of the sample that gets here adds all of them: rank by rank, as each has its own columns.
     int &arrived = p.counters[2 + (int64_t(item.b) * p.nheads_k + item.h_k) * cluster + rank];
-    if (threadIdx.x == 0) scheduler.shared.item = atomic_add_acq_rel(&arrived, 1);
+    if (threadIdx.x == 0) scheduler.shared.arrived = atomic_add_acq_rel(&arrived, 1);
     __syncthreads();
-    const bool is_last = scheduler.shared.item == item.num_splits - 1;
+    const bool is_last = scheduler.shared.arrived == item.num_splits - 1;
     __syncthreads();  // all have read it
     if (!is_last) return;
     const float *const first = result - item.split * stride;

@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(32 * Shape::kMostWarps, 1)
     Scheduler<Shape> scheduler(p, splits, shared.scheduler);
     for (Place at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
         const WorkItem<Shape> item(p, splits, scheduler.plan, at);
+        scheduler.take_next();
         if (item.rows == 0) continue;
         const int begin = item.begin + scheduler.rank * splits.block_keys + warp_idx * Shape::kWarpKeys;
         load_q<T>(shared.q, p, item, PanelSwizzle<Shape::kBlockM>::offset);
@@ -156,7 +157,7 @@ template <typename Shape> struct Launch {
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     const auto [num_stages, splits] = Launch<Shape>(p);
-    launch_clusters(splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
+    launch_clusters(true, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
                     32 * splits.num_warps, WarpsMemory<Shape>::bytes(splits.num_warps, num_stages), p.stream, p, splits,
                     Scores<>(p), ScoreFactors<float>(p), num_stages);
 }

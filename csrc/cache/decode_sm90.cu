@@ -113,6 +113,7 @@ __global__ void __launch_bounds__(32 * Shape::kNumWarps, 2)
     uint32_t parity = 0;
     for (Place at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
         const WorkItem<Shape> item(p, splits, scheduler.plan, at);
+        scheduler.take_next();
         if (item.rows == 0) continue;
         const int begin = item.begin + scheduler.rank * Shape::kBlockN;
         load_q<T>(&shared.q, p, item, [&](int row, int vec) { return shared.q.offset(row, 8 * vec); });
@@ -152,7 +153,7 @@ template <typename T, typename Shape> void launch_decode(DecodeParams p) {
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     p.box_rows = cache_box_rows(p, Shape::kBlockN);
     const Splits splits = splits_of<Shape>(p);
-    launch_clusters(splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster, 32 * Shape::kNumWarps,
+    launch_clusters(true, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster, 32 * Shape::kNumWarps,
                  sizeof(DecodeMemory<Shape>), p.stream, p, splits, Scores<>(p), ScoreFactors<float>(p),
                  CacheTensors{make_cache_tensor<Shape::kHeadDim>("k", p.k, p, p.head_dim),
                               make_cache_tensor<Shape::kHeadDim>("v", p.v, p, p.head_dim_v)});

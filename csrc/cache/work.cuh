@@ -81,7 +81,7 @@ struct Splits {
     }
     // Partial results in the workspace, see Plan::slot().
     int64_t slots(const DecodeParams &p) const {
-        return may_split ? p.nheads_k * (most ? p.batch_size * most : 8 * resident / p.nheads_k + p.batch_size + 1) : 0;
+        return may_split ? p.nheads_k * (most ? p.batch_size * most : 8 * resident / p.nheads_k + 3 * p.batch_size + 1) : 0;
     }
     template <typename Shape> static constexpr int pitch() { return Shape::kHeadDim + 2 * kMostBlocks; }
     template <typename Shape> int64_t workspace_bytes(const DecodeParams &p) const {
@@ -199,13 +199,16 @@ template <typename X> __device__ X load_from_cluster(const X &x, [[maybe_unused]
 template <typename Shape> struct Scheduler {
     struct Shared {
         int sums[32][3];  // of the warps
-        int item;
+        int next[2];      // later items, by turns
+        int arrived;
     };
     const DecodeParams &p;
     const Splits &splits;
     Shared &shared;
     const int cluster_idx, rank;  // of this cluster, and of this block in it
     Plan plan{1, 1, false};
+    int turn = 0;
+    bool has_taken = false;
 
     __device__ Scheduler(const DecodeParams &p, const Splits &splits, Shared &shared)
         : p(p), splits(splits), shared(shared), cluster_idx(floor_div(blockIdx.x, splits.cluster)),
@@ -215,7 +218,14 @@ template <typename Shape> struct Scheduler {
         const int heads = floor_div(cluster_idx, p.nheads_k), h_k = cluster_idx - heads * p.nheads_k;
         const int b = splits.tiles == 1 ? heads : floor_div(heads, splits.tiles);
         const int slot = splits.may_split ? make_plan(b) : 0;
-        return b < p.batch_size ? Place{b, h_k, heads - b * splits.tiles, 0, slot} : later();
+        if (b < p.batch_size) return {b, h_k, heads - b * splits.tiles, 0, slot};
+        take_next();
+        return later();
+    }
+    // Takes a later item before the present one is done, since that takes a while.
+    __device__ void take_next() {
+        if (!has_taken && plan.has_later && rank == 0 && threadIdx.x == 0) shared.next[turn] = atomicAdd(p.counters, 1);
+        has_taken = true;
     }
     __device__ Place next(const Place &at) {
         // A sample of a packed batch may have more rows than max_seqlen_q.
@@ -247,19 +257,21 @@ template <typename Shape> struct Scheduler {
             const int (&sums)[3] = shared.sums[warp];
             total += sums[0], before += sums[1], longest = max(longest, sums[2]);
         }
-        const int mean = int((int64_t(total) * p.nheads_k + splits.resident - 1) / splits.resident);
-        plan.first = max(splits.least_steps, mean + mean / 8), plan.later = ceil_div(plan.first, 8);
-        plan.has_later = longest > plan.first;
+        // Nearly equal samples stay whole. Later items are small, as they fill what the others leave.
+        const int of_cluster = int((int64_t(total) * p.nheads_k + splits.resident - 1) / splits.resident);
+        const int mean = min(of_cluster, ceil_div(total, int(p.batch_size)));
+        plan.has_later = longest > max(splits.least_steps, mean + mean / 8);
+        plan.first = plan.has_later ? max(splits.least_steps, mean - mean / 8) : longest;
+        plan.later = max(1, min(plan.first, max(splits.least_steps / 4, ceil_div(of_cluster, 8))));
         return plan.slot(splits, b, before);
     }
 
     // A later item of some sample, by all threads of the cluster.
     __device__ Place later() {
         if (!plan.has_later) return {-1};
-        if (rank == 0 && threadIdx.x == 0) shared.item = atomicAdd(p.counters, 1);
-        sync_cluster(splits.cluster);
-        const int index = load_from_cluster(shared.item, 0);
-        sync_cluster(splits.cluster);  // all have read it
+        sync_cluster(splits.cluster);  // the item is known
+        const int index = load_from_cluster(shared.next[turn], 0);
+        turn ^= 1, has_taken = false;
         const int lane_idx = threadIdx.x % 32;
         int items_before = 0, steps_before = 0;
         for (int b0 = 0; b0 < p.batch_size; b0 += 32) {
@@ -284,6 +296,7 @@ template <typename Shape> struct Scheduler {
             }
             items_before = __shfl_sync(~0u, items_end, 31), steps_before = __shfl_sync(~0u, steps_end, 31);
         }
+        sync_cluster(splits.cluster);  // all have read the end
         // The last cluster leaves zeros.
         if (rank == 0 && threadIdx.x == 0 && atomicAdd(p.counters + 1, 1) == splits.num_clusters - 1)
             p.counters[0] = p.counters[1] = 0;

@@ -178,7 +178,7 @@ static void pair(int *out) {
 
 static void test_pairs() {
     std::vector<int> out(6 * 32);
-    launch_clusters(2, pair, 6, 32, sizeof(PairShared), nullptr, out.data());
+    launch_clusters(false, 2, pair, 6, 32, sizeof(PairShared), nullptr, out.data());
     for (int i = 0; i < 6 * 32; i++)
         if (out[i] != i % 32 + (i / 32 ^ 1)) emulator::fail("pairs: number %d is %d", i, out[i]);
 }

@@ -183,7 +183,7 @@ void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t s
     launch<Args...>(kernel, blocks, threads, shared_bytes, stream, args...);
 }
 template <typename... Args>
-void launch_clusters(int cluster, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
+void launch_clusters(bool, int cluster, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
                      std::type_identity_t<Args>... args) {
     run<Args...>(kernel, blocks, threads, cluster, shared_bytes, args...);
 }
