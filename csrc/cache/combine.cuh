@@ -1,5 +1,5 @@
 // Partial results of a tile, each of some of its keys, and their sum: of the warps of a block in shared memory, of the
-// blocks of a cluster in distributed shared memory, of the work items of a sample in the workspace.
+// blocks of a cluster through distributed shared memory, of the work items of a sample through the workspace.
 #pragma once
 
 #include "cache/rows.cuh"
@@ -8,11 +8,9 @@
 
 namespace decoding {
 
-// A row has kHeadDim sums, and behind them its end: row_max in units of log2, and the sum of exp2(score - row_max). The
-// end of a sum of partial results lies behind that.
+// A row has kHeadDim sums, and behind them its end: row_max in units of log2, and the sum of exp2(score - row_max).
 template <typename Shape> struct PartialResult {
-    static constexpr int kEnd = Shape::kHeadDim, kEndOfSum = kEnd + (Shape::kWarpsHaveKeys ? 2 : 0);
-    static constexpr int kPitch = Shape::kHeadDim + 8;  // so that neighbouring rows lie in other banks
+    static constexpr int kEnd = Shape::kHeadDim, kPitch = kEnd + 8;  // so that neighbouring rows lie in other banks
     alignas(16) float rows[Shape::kBlockM][kPitch];
 
     // By a warp, which has 16 · kMTiles of the rows from row0 on.
@@ -86,23 +84,23 @@ struct RowSum {
     }
 };
 
-// The blocks of a cluster divide the columns of a tile's rows: act(row, column) for every fourth column of this one.
-template <typename Shape, typename Act>
-__device__ void for_columns(const WorkItem<Shape> &item, int cluster, int rank, Act act) {
-    constexpr int kVecs = Shape::kHeadDim / 4;
-    const int share = ceil_div(item.rows * kVecs, cluster), end = min(item.rows * kVecs, (rank + 1) * share);
-    for (int i = rank * share + threadIdx.x; i < end; i += blockDim.x) act(i / kVecs, i % kVecs * 4);
-}
+// Partial results of the blocks of a cluster, for the columns of one: its share of a tile's rows, four by four.
+template <typename Shape> struct ClusterResults {
+    float4 o[Shape::kBlockM * Shape::kHeadDim / 4 + Splits::kMostBlocks];  // `share` of each block
+    float2 ends[Splits::kMostBlocks][Shape::kBlockM];
+};
 
 // Ends a work item: adds the partial results of a block's warps, of the cluster's blocks, and of the sample's work
-// items. All threads of the cluster call it.
+// items. Threads have called cluster_arrive_relaxed() since the last step. Item n of this block ends phase n of `full`.
 template <typename T, typename Shape>
 __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler, const WorkItem<Shape> &item,
-                        PartialResult<Shape> *parts) {
-    using Partial = PartialResult<Shape>;
+                        const PartialResult<Shape> *parts, ClusterResults<Shape> &results, uint64_t &full,
+                        uint32_t &parity) {
+    constexpr int kHeadDim = Shape::kHeadDim, kVecs = kHeadDim / 4, kPitch = Splits::pitch<Shape>();
     const Splits &splits = scheduler.splits;
     const int cluster = splits.cluster, rank = scheduler.rank;
-    constexpr int kHeadDim = Shape::kHeadDim, kPitch = Splits::pitch<Shape>();
+    const int count = item.rows * kVecs, share = ceil_div(count, cluster);
+    const int begin = min(count, rank * share), end = min(count, begin + share);
     const int64_t size = int64_t(splits.rows) * kPitch, stride = p.nheads_k * size;
     float *const result = static_cast<float *>(p.workspace) + item.slot * size;  // of this work item
     auto store = [&](RowSum &sum, int r, int col) {
@@ -110,47 +108,68 @@ __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler
         if (item.num_splits > 1) sum.store(result + r * kPitch, col, kHeadDim + 2 * rank);
         else sum.template store_output<T>(p, item, r, col);
     };
-    if (Shape::kWarpsHaveKeys || cluster == 1) {
-        __syncthreads();  // the warps' results are there
-        for_columns(item, 1, 0, [&](int r, int col) {
-            RowSum sum;
-            sum.add(Shape::kWarpsHaveKeys ? splits.num_warps : 1, [&](int i, float4 &x, float2 &end) {
-                x = reinterpret_cast<const float4 &>(parts[i].rows[r][col]);
-                end = reinterpret_cast<const float2 &>(parts[i].rows[r][Partial::kEnd]);
-            });
-            cluster == 1 ? store(sum, r, col) : sum.store(parts[0].rows[r], col, Partial::kEndOfSum);
-        });
-    }
+    __syncthreads();  // the warps' results are there
+#if MINIMAL_ATTN_HAS_CLUSTERS
     if (cluster > 1) {
-        sync_cluster(cluster);  // the blocks' results are there
-        for_columns(item, cluster, rank, [&](int r, int col) {
-            RowSum sum;
-            sum.add(cluster, [&](int i, float4 &x, float2 &end) {
-                x = load_from_cluster(reinterpret_cast<const float4 &>(parts[0].rows[r][col]), i);
-                end = load_from_cluster(reinterpret_cast<const float2 &>(parts[0].rows[r][Partial::kEndOfSum]), i);
-            });
-            store(sum, r, col);
-        });
+        if (threadIdx.x == 0) {
+            const int rows = begin < end ? (end - 1) / kVecs - begin / kVecs + 1 : 0;
+            mbarrier_arrive_expect_tx(full, cluster * ((end - begin) * sizeof(float4) + rows * sizeof(float2)));
+        }
+        cluster_wait();  // all blocks have read their keys, and the last item's results
     }
-    sync_cluster(cluster);  // all have read them
-    if (item.num_splits == 1) return;
-    // The last work item of the sample that gets here adds all of them: rank by rank, as each has its own columns.
-    int &arrived = p.counters[2 + (int64_t(item.b) * p.nheads_k + item.h_k) * cluster + rank];
-    if (threadIdx.x == 0) scheduler.shared.arrived = atomic_add_acq_rel(&arrived, 1);
-    __syncthreads();
-    const bool is_last = scheduler.shared.arrived == item.num_splits - 1;
-    __syncthreads();  // all have read it
-    if (!is_last) return;
-    const float *const first = result - item.split * stride;
-    for_columns(item, cluster, rank, [&](int r, int col) {
+#endif
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        const int r = i / kVecs, col = i % kVecs * 4;
         RowSum sum;
-        sum.add(item.num_splits, [&](int i, float4 &x, float2 &end) {
-            x = *reinterpret_cast<const float4 *>(first + i * stride + r * kPitch + col);
-            end = *reinterpret_cast<const float2 *>(first + i * stride + r * kPitch + kHeadDim + 2 * rank);
+        sum.add(Shape::kWarpsHaveKeys ? splits.num_warps : 1, [&](int part, float4 &x, float2 &end) {
+            x = reinterpret_cast<const float4 &>(parts[part].rows[r][col]);
+            end = reinterpret_cast<const float2 &>(parts[part].rows[r][kHeadDim]);
         });
-        sum.template store_output<T>(p, item, r, col);
-    });
-    if (threadIdx.x == 0) arrived = 0;
+        if (cluster == 1) {
+            store(sum, r, col);
+            continue;
+        }
+#if MINIMAL_ATTN_HAS_CLUSTERS
+        const int to = floor_div(i, share), at = i - to * share;
+        store_to_block(results.o[rank * share + at], sum.o, full, to);
+        if (at == 0 || col == 0) store_to_block(results.ends[rank][r], {sum.row_max, sum.row_sum}, full, to);
+#endif
+    }
+#if MINIMAL_ATTN_HAS_CLUSTERS
+    if (cluster > 1) {
+        mbarrier_wait(full, parity), parity ^= 1;
+        for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
+            const int r = i / kVecs;
+            RowSum sum;
+            sum.add(cluster, [&](int block, float4 &x, float2 &end) {
+                x = results.o[block * share + i - begin], end = results.ends[block][r];
+            });
+            store(sum, r, i % kVecs * 4);
+        }
+    }
+#endif
+    if (item.num_splits > 1) {
+        // The last work item of the sample adds all of them: rank by rank, as each has its own columns.
+        int &arrived = p.counters[2 + (int64_t(item.b) * p.nheads_k + item.h_k) * cluster + rank];
+        __syncthreads();  // the result is stored
+        if (threadIdx.x == 0) scheduler.shared.arrived = atomic_add_acq_rel(&arrived, 1);
+        __syncthreads();  // its number is known
+        if (scheduler.shared.arrived == item.num_splits - 1) {
+            const float *const first = result - item.split * stride;
+            for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
+                const int r = i / kVecs, col = i % kVecs * 4;
+                RowSum sum;
+                sum.add(item.num_splits, [&](int split, float4 &x, float2 &end) {
+                    const float *row = first + split * stride + r * kPitch;
+                    x = *reinterpret_cast<const float4 *>(row + col);
+                    end = *reinterpret_cast<const float2 *>(row + kHeadDim + 2 * rank);
+                });
+                sum.template store_output<T>(p, item, r, col);
+            }
+            if (threadIdx.x == 0) arrived = 0;
+        }
+    }
+    __syncthreads();  // all have read what the next item overwrites
 }
 
 // Rows outside of samples get 0 and -inf.

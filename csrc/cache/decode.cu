@@ -109,8 +109,16 @@ __global__ void __launch_bounds__(32 * Shape::kMostWarps, 1)
 #if __CUDA_ARCH__ < 800  // a GPU without these instructions
     __trap();
 #else
+    prefetch_parameters(p, splits, scores, factors);
     auto &shared = shared_memory<WarpsMemory<Shape>>();
     const int warp_idx = threadIdx.x / 32;
+    uint32_t parity = 0;
+#if MINIMAL_ATTN_HAS_CLUSTERS
+    if (threadIdx.x == 0) {
+        mbarrier_init(shared.results_full, 1);
+        fence_mbarrier_init();
+    }
+#endif
     if (p.phase == Phase::kAlone) wait_for_previous_kernel();
     Scheduler<Shape> scheduler(p, splits, shared.scheduler);
     for (Place at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
@@ -126,11 +134,14 @@ __global__ void __launch_bounds__(32 * Shape::kMostWarps, 1)
         __syncthreads();  // Q is there
         for (int key = begin; key < item.end; key += splits.step_keys)
             attend<T>(shared.q, keys.next(), acc_o, softmax, item, key, p, scores, factors);
+#if MINIMAL_ATTN_HAS_CLUSTERS
+        if (splits.cluster > 1) cluster_arrive_relaxed();
+#endif
         let_next_kernel_begin();
         cp_async_wait<0>();  // groups without copies are left
         __syncthreads();     // all warps have read their stages
         shared.buffer.partial[warp_idx].store(item, acc_o, softmax, 0);
-        combine<T>(p, scheduler, item, shared.buffer.partial);
+        combine<T>(p, scheduler, item, shared.buffer.partial, shared.results(), shared.results_full, parity);
     }
     store_padding<T>(p);
     if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it

@@ -30,8 +30,12 @@ template <typename Shape> struct DecodeMemory {
     SmemTile<Shape::kBlockM, Shape::kHeadDim> q;
     union {
         Stage<Shape> stages[Shape::kStages];
-        PartialResult<Shape> partial;  // after a work item's last step
+        struct {
+            PartialResult<Shape> partial;
+            ClusterResults<Shape> results;
+        } end;  // after a work item's last step
     };
+    Barrier results_full;
     Barrier full[Shape::kStages];
     typename Scheduler<Shape>::Shared scheduler;
 };
@@ -98,11 +102,13 @@ __global__ void __launch_bounds__(32 * Shape::kNumWarps, 2)
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
+    prefetch_parameters(p, splits, scores, factors);
     auto &shared = shared_memory<DecodeMemory<Shape>>();
     const bool loads = warp_uniform(threadIdx.x / 32) == 0;
     if (threadIdx.x == 0) {
         prefetch(cache.k.map), prefetch(cache.v.map);
         for (Barrier &full : shared.full) mbarrier_init(full, 1);
+        mbarrier_init(shared.results_full, 1);
         fence_mbarrier_init();
     }
     if (p.phase == Phase::kAlone) wait_for_previous_kernel();
@@ -110,7 +116,7 @@ __global__ void __launch_bounds__(32 * Shape::kNumWarps, 2)
     Scheduler<Shape> scheduler(p, splits, shared.scheduler);
     const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     int stage = 0;
-    uint32_t parity = 0;
+    uint32_t parity = 0, results_parity = 0;
     for (Place at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
         const WorkItem<Shape> item(p, splits, scheduler.plan, at);
         scheduler.take_next();
@@ -135,9 +141,10 @@ __global__ void __launch_bounds__(32 * Shape::kNumWarps, 2)
             if (loads) keys.load(shared.stages[stage], shared.full[stage]);
             stage = stage + 1 == Shape::kStages ? 0 : stage + 1, parity ^= stage == 0;
         }
+        if (splits.cluster > 1) cluster_arrive_relaxed();
         let_next_kernel_begin();
-        shared.partial.store(item, acc_o, softmax, threadIdx.x / 32 * 16);
-        combine<T>(p, scheduler, item, &shared.partial);
+        shared.end.partial.store(item, acc_o, softmax, threadIdx.x / 32 * 16);
+        combine<T>(p, scheduler, item, &shared.end.partial, shared.end.results, shared.results_full, results_parity);
         fence_proxy_async();  // the partial result was there where TMA will copy to
         __syncthreads();
     }

@@ -55,14 +55,19 @@ template <typename Shape> struct alignas(1024) WarpStage {
 template <typename Shape> struct WarpsMemory {
     alignas(1024) uint16_t q[Shape::kBlockM * Shape::kHeadDim];
     typename Scheduler<Shape>::Shared scheduler;
+    uint64_t results_full;                // a barrier
     union Buffer {
         WarpStage<Shape> stages[1];       // of the warps, as often as the ring has stages
-        PartialResult<Shape> partial[1];  // of the warps after a work item's last step
+        PartialResult<Shape> partial[1];  // of the warps after a work item's last step; then ClusterResults
     } buffer;
 
+    __device__ ClusterResults<Shape> &results() {
+        return reinterpret_cast<ClusterResults<Shape> &>(buffer.partial[blockDim.x / 32]);
+    }
     static size_t bytes(int num_warps, int num_stages) {
         return offsetof(WarpsMemory, buffer) +
-               num_warps * std::max(num_stages * sizeof(WarpStage<Shape>), sizeof(PartialResult<Shape>));
+               std::max(num_warps * num_stages * sizeof(WarpStage<Shape>),
+                        num_warps * sizeof(PartialResult<Shape>) + sizeof(ClusterResults<Shape>));
     }
 };
 

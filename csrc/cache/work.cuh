@@ -45,6 +45,7 @@ struct Splits {
     int num_clusters, resident;  // of the launch; at most so many run at the same time
     int most;                    // work items of a sample with num_splits; 0: as its batch needs
     int least_steps;             // of a work item
+    bool are_alone;              // blocks, on their multiprocessors: nothing hides where an item begins and ends
     bool may_split;              // a sample may have several work items
 
     // blocks_per_sm of Shape::kNumWarps warps. If may_double, one block of twice as many fits a multiprocessor.
@@ -66,7 +67,7 @@ struct Splits {
         while (2 * x.cluster <= most_blocks &&
                (p.num_splits ? 2 * x.cluster <= p.num_splits : 2 * x.cluster * items <= p.num_sms)) x.cluster *= 2;
         const bool doubles = may_double && !p.num_splits && x.cluster * items <= p.num_sms;
-        x.num_warps = doubles ? 2 * Shape::kNumWarps : Shape::kNumWarps;
+        x.are_alone = doubles, x.num_warps = doubles ? 2 * Shape::kNumWarps : Shape::kNumWarps;
         x.block_keys = Shape::block_keys(x.num_warps), x.step_keys = x.block_keys * x.cluster;
         x.most = p.num_splits / x.cluster;
         x.least_steps = std::max(1, (x.most ? kLeastFixed : kLeastWarpSteps) / x.num_warps);
@@ -180,20 +181,12 @@ template <typename Shape> struct PackedRow {
     }
 };
 
-// Cluster instructions need Hopper. A cluster of one block is a block.
-__device__ inline void sync_cluster(int cluster) {
+// Clusters need Hopper.
 #if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
-    if (cluster > 1) return cluster_sync();
-#endif
-    __syncthreads();
-}
-template <typename X> __device__ X load_from_cluster(const X &x, [[maybe_unused]] int rank) {
-#if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
-    return load_from_block(x, rank);
+#define MINIMAL_ATTN_HAS_CLUSTERS 1
 #else
-    return x;
+#define MINIMAL_ATTN_HAS_CLUSTERS 0
 #endif
-}
 
 // A cluster's work items, one after another.
 template <typename Shape> struct Scheduler {
@@ -262,15 +255,21 @@ template <typename Shape> struct Scheduler {
         const int mean = min(of_cluster, ceil_div(total, int(p.batch_size)));
         plan.has_later = longest > max(splits.least_steps, mean + mean / 8);
         plan.first = plan.has_later ? max(splits.least_steps, mean - mean / 8) : longest;
-        plan.later = max(1, min(plan.first, max(splits.least_steps / 4, ceil_div(of_cluster, 8))));
+        plan.later = max(1, min(plan.first, max(splits.least_steps / 4, ceil_div(of_cluster, splits.are_alone ? 2 : 8))));
         return plan.slot(splits, b, before);
     }
 
     // A later item of some sample, by all threads of the cluster.
     __device__ Place later() {
         if (!plan.has_later) return {-1};
-        sync_cluster(splits.cluster);  // the item is known
-        const int index = load_from_cluster(shared.next[turn], 0);
+        __syncthreads();  // the item is known
+        int index = shared.next[turn];
+#if MINIMAL_ATTN_HAS_CLUSTERS
+        if (splits.cluster > 1) {
+            cluster_sync();
+            index = load_from_block(shared.next[turn], 0);
+        }
+#endif
         turn ^= 1, has_taken = false;
         const int lane_idx = threadIdx.x % 32;
         int items_before = 0, steps_before = 0;
@@ -296,7 +295,9 @@ template <typename Shape> struct Scheduler {
             }
             items_before = __shfl_sync(~0u, items_end, 31), steps_before = __shfl_sync(~0u, steps_end, 31);
         }
-        sync_cluster(splits.cluster);  // all have read the end
+#if MINIMAL_ATTN_HAS_CLUSTERS
+        if (splits.cluster > 1) cluster_sync_relaxed();  // all have read it
+#endif
         // The last cluster leaves zeros.
         if (rank == 0 && threadIdx.x == 0 && atomicAdd(p.counters + 1, 1) == splits.num_clusters - 1)
             p.counters[0] = p.counters[1] = 0;

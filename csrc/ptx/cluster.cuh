@@ -38,25 +38,23 @@ __device__ inline int load_from_block(const int &from, int rank) {
     asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(x) : "r"(address_in_block(&from, rank)) : "memory");
     return x;
 }
-__device__ inline float2 load_from_block(const float2 &from, int rank) {
-    float2 x;
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y)
-                 : "r"(address_in_block(&from, rank)) : "memory");
-    return x;
+// "st.async" to the shared memory of a block of the cluster, whose barrier counts the bytes.
+__device__ inline void store_to_block(float4 &to, const float4 &x, Barrier &barrier, int rank) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     address_in_block(&to, rank)), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w),
+                 "r"(address_in_block(&barrier, rank)) : "memory");
 }
-__device__ inline float4 load_from_block(const float4 &from, int rank) {
-    float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(address_in_block(&from, rank)) : "memory");
-    return x;
+__device__ inline void store_to_block(float2 &to, const float2 &x, Barrier &barrier, int rank) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                     address_in_block(&to, rank)), "f"(x.x), "f"(x.y), "r"(address_in_block(&barrier, rank)) : "memory");
 }
 // "barrier.cluster": all threads of the cluster wait for one another. Without .relaxed each block sees what the others
 // wrote, which takes a fence of the whole GPU.
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
-__device__ inline void cluster_sync_relaxed() {
-    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
-}
+__device__ inline void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+__device__ inline void cluster_sync_relaxed() { cluster_arrive_relaxed(), cluster_wait(); }
 
 }  // namespace ptx

@@ -189,5 +189,6 @@ void launch_clusters(bool, int cluster, void (*kernel)(Args...), int64_t blocks,
 }
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_begin() {}
+template <typename... Params> void prefetch_parameters(const Params &...) {}
 
 }  // namespace device
