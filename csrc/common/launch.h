@@ -111,8 +111,10 @@ __device__ inline void let_next_kernel_begin() {
 // Kernel parameters lie in constant memory, cold at each launch: code that reads them one after another waits for each
 // line of 64 bytes. This asks for all lines at once. Parameters are __grid_constant__.
 template <typename... Params> __device__ void prefetch_parameters(const Params &...params) {
-    int zero, sum = 0;
-    asm volatile("shr.u32 %0, %%ctaid.x, 31;" : "=r"(zero));  // loads at an unknown offset do not wait for one another
+    unsigned block_idx;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block_idx));
+    const int zero = block_idx >> 31;  // to the compiler, it is unknown: then loads do not wait for one another
+    int sum = 0;
     auto read = [&](const auto &x) {
         const int *words = reinterpret_cast<const int *>(&x) + zero;
 #pragma unroll
