@@ -168,7 +168,8 @@ template <typename Shape> struct Launch {
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     const auto [num_stages, splits] = Launch<Shape>(p);
-    launch_clusters(true, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
+    // Blocks that are alone and end together gain nothing: the next kernel's would gather on other multiprocessors.
+    launch_clusters(!splits.are_alone || splits.may_split, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
                     32 * splits.num_warps, WarpsMemory<Shape>::bytes(splits.num_warps, num_stages), p.stream, p, splits,
                     Scores<>(p), ScoreFactors<float>(p), num_stages);
 }

@@ -35,7 +35,7 @@ __host__ __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x 
 struct Splits {
     static constexpr int kMostBlocks = 8;  // of a cluster
     // Warp-steps of a block before a sample is split once more, and in each work item with num_splits.
-    static constexpr int kLeastWarpSteps = 64, kLeastFixed = 16;
+    static constexpr int kLeastWarpSteps = 128, kLeastFixed = 16;
     int group;                   // query heads of a key head
     uint32_t per_group;          // the next integer above 2^31 / group
     int rows;                    // of a partial result
@@ -61,12 +61,13 @@ struct Splits {
             throw std::invalid_argument("minimal_attn: the call has over 2^27 tiles of rows, or 2^30 steps of a tile and "
                                         "its keys; divide the batch into several calls");
         x.tiles = int(tiles), x.cluster = 1;
-        // Clusters fill the multiprocessors once: a block has a multiprocessor for itself, and twice as many warps.
-        // With num_splits nothing depends on the batch.
-        const int most_blocks = compute_capability() >= 90 ? kMostBlocks : 1;
-        while (2 * x.cluster <= most_blocks &&
-               (p.num_splits ? 2 * x.cluster <= p.num_splits : 2 * x.cluster * items <= p.num_sms)) x.cluster *= 2;
-        const bool doubles = may_double && !p.num_splits && x.cluster * items <= p.num_sms;
+        // Clusters fill the multiprocessors once: a block has a multiprocessor for itself, and twice as many warps if it
+        // may. With num_splits nothing depends on the batch. Large clusters are slow where there are many.
+        const int most_blocks = compute_capability() < 90 ? 1 : p.num_splits ? std::min(2, p.num_splits) : kMostBlocks;
+        const int64_t most_places = may_double ? p.num_sms : 2 * p.num_sms;
+        while (2 * x.cluster <= most_blocks && (p.num_splits || 2 * x.cluster * items <= most_places)) x.cluster *= 2;
+        const int64_t few_keys = 2 * Shape::block_keys(Shape::kNumWarps) * x.cluster;
+        const bool doubles = may_double && !p.num_splits && x.cluster * items <= p.num_sms && p.seqlen_k > few_keys;
         x.are_alone = doubles, x.num_warps = doubles ? 2 * Shape::kNumWarps : Shape::kNumWarps;
         x.block_keys = Shape::block_keys(x.num_warps), x.step_keys = x.block_keys * x.cluster;
         x.most = p.num_splits / x.cluster;
@@ -250,12 +251,12 @@ template <typename Shape> struct Scheduler {
             const int (&sums)[3] = shared.sums[warp];
             total += sums[0], before += sums[1], longest = max(longest, sums[2]);
         }
-        // Nearly equal samples stay whole. Later items are small, as they fill what the others leave.
+        // Nearly equal samples stay whole. Later items are small, as they fill what first ones leave.
         const int of_cluster = int((int64_t(total) * p.nheads_k + splits.resident - 1) / splits.resident);
         const int mean = min(of_cluster, ceil_div(total, int(p.batch_size)));
-        plan.has_later = longest > max(splits.least_steps, mean + mean / 8);
-        plan.first = plan.has_later ? max(splits.least_steps, mean - mean / 8) : longest;
-        plan.later = max(1, min(plan.first, max(splits.least_steps / 4, ceil_div(of_cluster, splits.are_alone ? 2 : 8))));
+        plan.first = max(splits.least_steps, mean + mean / 8);
+        plan.later = min(plan.first, max(ceil_div(splits.least_steps, 8), ceil_div(of_cluster, 8)));
+        plan.has_later = longest > plan.first;
         return plan.slot(splits, b, before);
     }
 
