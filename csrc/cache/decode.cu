@@ -123,7 +123,6 @@ __global__ void __launch_bounds__(32 * Shape::kMostWarps, 1)
     Scheduler<Shape> scheduler(p, splits, shared.scheduler);
     for (Place at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
         const WorkItem<Shape> item(p, splits, scheduler.plan, at);
-        scheduler.take_next();
         if (item.rows == 0) continue;
         const int begin = item.begin + scheduler.rank * splits.block_keys + warp_idx * Shape::kWarpKeys;
         load_q<T>(shared.q, p, item, PanelSwizzle<Shape::kBlockM>::offset);
@@ -138,6 +137,7 @@ __global__ void __launch_bounds__(32 * Shape::kMostWarps, 1)
         if (splits.cluster > 1) cluster_arrive_relaxed();
 #endif
         let_next_kernel_begin();
+        scheduler.take_next();
         cp_async_wait<0>();  // groups without copies are left
         __syncthreads();     // all warps have read their stages
         shared.buffer.partial[warp_idx].store(item, acc_o, softmax, 0);
@@ -168,8 +168,8 @@ template <typename Shape> struct Launch {
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     const auto [num_stages, splits] = Launch<Shape>(p);
-    // Blocks that are alone and end together gain nothing: the next kernel's would gather on other multiprocessors.
-    launch_clusters(!splits.are_alone || splits.may_split, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
+    // Where blocks are alone, the next kernel's would gather on other multiprocessors.
+    launch_clusters(!splits.are_alone, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
                     32 * splits.num_warps, WarpsMemory<Shape>::bytes(splits.num_warps, num_stages), p.stream, p, splits,
                     Scores<>(p), ScoreFactors<float>(p), num_stages);
 }

@@ -119,7 +119,6 @@ __global__ void __launch_bounds__(32 * Shape::kNumWarps, 2)
     uint32_t parity = 0, results_parity = 0;
     for (Place at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
         const WorkItem<Shape> item(p, splits, scheduler.plan, at);
-        scheduler.take_next();
         if (item.rows == 0) continue;
         const int begin = item.begin + scheduler.rank * Shape::kBlockN;
         load_q<T>(&shared.q, p, item, [&](int row, int vec) { return shared.q.offset(row, 8 * vec); });
@@ -143,6 +142,7 @@ __global__ void __launch_bounds__(32 * Shape::kNumWarps, 2)
         }
         if (splits.cluster > 1) cluster_arrive_relaxed();
         let_next_kernel_begin();
+        scheduler.take_next();
         shared.end.partial.store(item, acc_o, softmax, threadIdx.x / 32 * 16);
         combine<T>(p, scheduler, item, &shared.end.partial, shared.end.results, shared.results_full, results_parity);
         fence_proxy_async();  // the partial result was there where TMA will copy to

@@ -35,11 +35,12 @@ __host__ __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x 
 struct Splits {
     static constexpr int kMostBlocks = 8;  // of a cluster
     // Warp-steps of a block before a sample is split once more, and in each work item with num_splits.
-    static constexpr int kLeastWarpSteps = 128, kLeastFixed = 16;
+    static constexpr int kLeastWarpSteps = 128, kLeastFixed = 32;
     int group;                   // query heads of a key head
     uint32_t per_group;          // the next integer above 2^31 / group
     int rows;                    // of a partial result
     int tiles;                   // of a sample and key head, by max_seqlen_q
+    int items;                   // tiles of all samples and key heads
     int cluster, num_warps;      // blocks of a cluster, warps of a block
     int block_keys, step_keys;   // of a step of a block, and of a cluster
     int num_clusters, resident;  // of the launch; at most so many run at the same time
@@ -57,15 +58,17 @@ struct Splits {
         x.rows = int(std::min<int64_t>(packed_rows, Shape::kBlockM));
         const int64_t tiles = (packed_rows + Shape::kBlockM - 1) / Shape::kBlockM;
         const int64_t items = p.batch_size * p.nheads_k * tiles;
-        if (items > INT32_MAX / 16 || p.batch_size * tiles * (p.seqlen_k / Shape::block_keys(Shape::kNumWarps) + 1) > INT32_MAX / 2)
-            throw std::invalid_argument("minimal_attn: the call has over 2^27 tiles of rows, or 2^30 steps of a tile and "
+        if (items > INT32_MAX / 512 || p.batch_size * tiles * (p.seqlen_k / Shape::block_keys(Shape::kNumWarps) + 1) > INT32_MAX / 2)
+            throw std::invalid_argument("minimal_attn: the call has over 2^22 tiles of rows, or 2^30 steps of a tile and "
                                         "its keys; divide the batch into several calls");
-        x.tiles = int(tiles), x.cluster = 1;
+        x.tiles = int(tiles), x.items = int(items), x.cluster = 1;
         // Clusters fill the multiprocessors once: a block has a multiprocessor for itself, and twice as many warps if it
         // may. With num_splits nothing depends on the batch. Large clusters are slow where there are many.
         const int most_blocks = compute_capability() < 90 ? 1 : p.num_splits ? std::min(2, p.num_splits) : kMostBlocks;
-        const int64_t most_places = may_double ? p.num_sms : 2 * p.num_sms;
-        while (2 * x.cluster <= most_blocks && (p.num_splits || 2 * x.cluster * items <= most_places)) x.cluster *= 2;
+        auto has_room = [&] {
+            return 2 * x.cluster * items <= p.num_sms || (!may_double && x.cluster == 1 && items <= p.num_sms);
+        };
+        while (2 * x.cluster <= most_blocks && (p.num_splits || has_room())) x.cluster *= 2;
         const int64_t few_keys = 2 * Shape::block_keys(Shape::kNumWarps) * x.cluster;
         const bool doubles = may_double && !p.num_splits && x.cluster * items <= p.num_sms && p.seqlen_k > few_keys;
         x.are_alone = doubles, x.num_warps = doubles ? 2 * Shape::kNumWarps : Shape::kNumWarps;
@@ -77,7 +80,9 @@ struct Splits {
         // More clusters than items only where these leave half of the GPU idle.
         x.resident = std::max(1, p.num_sms * (doubles ? 1 : blocks_per_sm) / x.cluster);
         const bool are_few = 2 * x.cluster * items <= p.num_sms;
-        x.num_clusters = int(x.may_split && are_few ? std::max<int64_t>(items, x.resident) : items);
+        x.num_clusters = x.items;
+        if (x.may_split && x.most) x.num_clusters *= x.most;
+        else if (x.may_split && are_few) x.num_clusters = std::max(x.items, x.resident);
         x.resident = std::min(x.num_clusters, x.resident);
         return x;
     }
@@ -143,7 +148,7 @@ template <typename Shape> struct PackedRow;
 template <typename Shape> struct WorkItem {
     Sequence seq;
     int b, h_k;
-    int rows;                  // of the tile; 0: there is no such tile
+    int rows;                  // of the tile; 0: there is no such item
     int group;
     uint32_t per_group;
     int token, head_of_group;  // of its first row
@@ -165,8 +170,9 @@ template <typename Shape> struct WorkItem {
         keys = {first.begin, last.end};
         full = {last.begin, p.tree_mask ? seq.seqlen_k - seq.seqlen_q : first.end};
         begin = keys.begin & -Shape::kAlignment, end = keys.end;
-        if (!splits.may_split || sample.num_tiles > 1) return;
-        num_splits = plan.count(splits, sample.num_steps);
+        if (splits.may_split && sample.num_tiles == 1) num_splits = plan.count(splits, sample.num_steps);
+        if (split >= num_splits) rows = 0;
+        if (num_splits == 1) return;
         const Range steps = plan.steps(splits, sample.num_steps, split);
         end = min(end, begin + steps.end * splits.step_keys), begin += steps.begin * splits.step_keys;
     }
@@ -209,14 +215,16 @@ template <typename Shape> struct Scheduler {
           rank(blockIdx.x - cluster_idx * splits.cluster) {}
 
     __device__ Place first() {
-        const int heads = floor_div(cluster_idx, p.nheads_k), h_k = cluster_idx - heads * p.nheads_k;
+        // With num_splits each work item has a cluster of its own, or none if the sample has fewer.
+        const int split = splits.num_clusters > splits.items && splits.most ? floor_div(cluster_idx, splits.items) : 0;
+        const int index = cluster_idx - split * splits.items;
+        const int heads = floor_div(index, p.nheads_k), h_k = index - heads * p.nheads_k;
         const int b = splits.tiles == 1 ? heads : floor_div(heads, splits.tiles);
         const int slot = splits.may_split ? make_plan(b) : 0;
-        if (b < p.batch_size) return {b, h_k, heads - b * splits.tiles, 0, slot};
-        take_next();
+        if (b < p.batch_size) return {b, h_k, heads - b * splits.tiles, split, slot};
         return later();
     }
-    // Takes a later item before the present one is done, since that takes a while.
+    // Takes a later item while the present one is combined, since that takes a while.
     __device__ void take_next() {
         if (!has_taken && plan.has_later && rank == 0 && threadIdx.x == 0) shared.next[turn] = atomicAdd(p.counters, 1);
         has_taken = true;
@@ -231,7 +239,6 @@ template <typename Shape> struct Scheduler {
   private:
     // By all threads. Returns the first slot of sample b.
     __device__ int make_plan(int b) {
-        plan.has_later = true;
         if (splits.most) return plan.slot(splits, b, 0);
         int total = 0, before = 0, longest = 0;
         for (int i = threadIdx.x; i < p.batch_size; i += blockDim.x) {
@@ -263,6 +270,7 @@ template <typename Shape> struct Scheduler {
     // A later item of some sample, by all threads of the cluster.
     __device__ Place later() {
         if (!plan.has_later) return {-1};
+        take_next();
         __syncthreads();  // the item is known
         int index = shared.next[turn];
 #if MINIMAL_ATTN_HAS_CLUSTERS
