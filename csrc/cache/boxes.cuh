@@ -31,6 +31,8 @@ struct CacheBox {
     }
 };
 
+struct CacheTensors { TmaTensor k, v; };
+
 template <int kHeadDim>
 TmaTensor make_cache_tensor(const char *name, const Tensor &x, const DecodeParams &p, int head_dim) {
     return make_tma_tensor<kHeadDim>(name, x, p.num_sequences, p.nheads_k, p.page_size, head_dim, p.box_rows);

@@ -2,266 +2,188 @@
 // On Hopper other kernels serve more rows (fewest_rows() in ops/cache_launches.h).
 //
 // Memory bounds the time, as every key is read once for few rows. A tile packs the tokens of a sample and the query
-// heads of a key head: packed row r is token r / group of query head h_k · group + r % group. Four warps share 16 rows,
-// and a block has 16 or 32:
-//   cp.async       K(n+2) V(n+2)                                     two steps ahead, in a ring of three
-//   Q Kᵀ           warps divide the keys ─ row maxima ─┐  through shared memory
-//   P              warps divide the keys ───── P ──────┤  through shared memory
-//   P V            warps divide the columns          ◀─┘
-// Copies run ahead into the next run, and one thread finds runs two ahead. Two blocks share a multiprocessor where they
-// fit, if need be with two stages: one computes while the other waits.
-//
-// The host plans nothing, so a CUDA graph may change the lengths: blocks divide the work equally on the device
-// (cache/share.cuh). Blocks that share a tile combine partial results, in the order of the keys, from a workspace
-// (cache/join.cuh).
-#include <algorithm>
-
-#include "cache/join.cuh"
-#include "cache/keys.cuh"
-#include "common/device.h"
+// heads of a key head: packed row r is token r / group of query head h_k · group + r % group. Warps divide the keys
+// (cache/warps.cuh). The host plans nothing, so a CUDA graph may change the lengths (cache/work.cuh).
+#include "cache/warps.cuh"
 
 namespace sm80 {
 
 using namespace device;
+using namespace decoding;
 
-template <int kHeadDim_, int kBlockM_> struct DecodeShape : KeyShape<kHeadDim_, kBlockM_ / 4> {
-    static constexpr int kBlockM = kBlockM_, kRowWarps = 4, kLaneRows = 2;
-    static constexpr int kScoreWarps = std::min(DecodeShape::kBlockN / 16, kRowWarps);
-    static constexpr int kSTiles = DecodeShape::kBlockN / kScoreWarps / 8, kDTiles = kHeadDim_ / kRowWarps / 8;
-    static constexpr int kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
-    using AccS = float[kSTiles][4];
-    using AccO = float[1][kDTiles][4];
+// Copies a warp's keys and values by cp.async. (TMA, with a box of 16 rows for each page, reads memory 8 % slower.)
+template <typename T, typename Shape> struct WarpKeys {
+    static constexpr int kRows = Shape::kWarpKeys, kVecs = Shape::kHeadDim / 8;
+    const DecodeParams &p;
+    const WorkItem<Shape> &item;
+    WarpStage<Shape> *const stages;  // of the first warp
+    const int num_stages, step_keys;
+    int key, stage = 0;              // of the next step: its first key, and where it is copied to
+    int sequence, row;               // of this lane in the next step, see find()
 
-    __device__ static int warp_row() { return kBlockM == 16 ? 0 : threadIdx.x / (32 * kRowWarps) * 16; }
-    __device__ static int part() { return threadIdx.x / 32 % kRowWarps; }
-    __device__ static int row_of_lane(int i) { return warp_row() + threadIdx.x % 32 / 4 + 8 * i; }
-    __device__ static int key_of_lane(int j) { return column_of_lane(part() * kSTiles, j); }
-    __device__ static int col_of_lane(int j) { return column_of_lane(part() * kDTiles, j); }
-    __device__ static float &at(AccS &acc, int i, int j) { return acc[j / 2][2 * i + j % 2]; }
-    __device__ static float &at(AccO &acc, int i, int j) { return acc[0][j / 2][2 * i + j % 2]; }
+    __device__ WarpKeys(const DecodeParams &p, const Splits &splits, const WorkItem<Shape> &item, int key,
+                        WarpStage<Shape> *stages, int num_stages)
+        : p(p), item(item), stages(stages), num_stages(num_stages), step_keys(splits.step_keys), key(key) {
+        find();
+#pragma unroll 1
+        while (stage + 1 < num_stages) load();
+    }
+    // The keys of the next step.
+    __device__ const WarpStage<Shape> &next() {
+        wait();
+        __syncwarp();  // the keys are there, and the last step is over
+        load();        // in place of that step's
+        return at(stage);
+    }
+    // For the copies of the next step, and all before it.
+    __device__ void wait() const {
+        if (num_stages == 2) cp_async_wait<0>();
+        if (num_stages == 3) cp_async_wait<1>();
+    }
 
   private:
-    __device__ static int column_of_lane(int n, int j) { return 8 * (n + j / 2) + threadIdx.x % 4 * 2 + j % 2; }
-};
+    __device__ WarpStage<Shape> &at(int stage) const {
+        return stages[stage * int(blockDim.x / 32) + threadIdx.x / 32];
+    }
+    // Every call makes one group of copies, even after the last step.
+    __device__ void load() {
+        if (key < item.end) {
+            rows_are_neighbours() ? copy<true>() : copy<false>();
+            key += step_keys;
+            find();
+        }
+        cp_async_commit();
+        stage = stage + 1 == num_stages ? 0 : stage + 1;
+    }
+    // A step's rows are in one sequence or page.
+    __device__ bool rows_are_neighbours() const {
+        return !p.page_table || (p.page_size % kRows == 0 && item.seq.k_begin % kRows == 0);
+    }
 
-template <typename Shape> struct DecodeMemory {
-    alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];
-    alignas(128) uint16_t sP[Shape::kBlockM][Shape::kBlockN];
-    alignas(16) float row_max[Shape::kBlockM][Shape::kScoreWarps];
-    alignas(16) float row_sum[Shape::kBlockM][Shape::kScoreWarps];
-    Runs<Shape> runs;
-    Run<Shape> ahead[Shape::kNumWarps];  // copied by each warp
-    int steps_of_warps[Shape::kNumWarps];
-    Call call;
-    alignas(128) Stage<Shape> stages[1];  // or more
+    // Finds the first row, or one for each lane if rows are no neighbours. Nothing waits for a page's number.
+    __device__ void find() {
+        if (key >= item.end) return;
+        const int lane_row = rows_are_neighbours() ? 0 : int(threadIdx.x) % kRows;
+        row = item.seq.k_begin + min(key + lane_row, item.keys.end - 1), sequence = item.b;
+        if (p.page_table) {
+            const int page = unsigned(row) / unsigned(p.page_size);
+            sequence = p.page_table[item.b * p.page_table_stride + page], row -= page * p.page_size;
+        } else if (p.cache_batch_idx) sequence = p.cache_batch_idx[item.b];
+    }
 
-    static size_t bytes(int num_stages) { return sizeof(DecodeMemory) + (num_stages - 1) * sizeof(Stage<Shape>); }
-};
-
-__device__ inline void wait_for_step(int num_stages) {
-    if (num_stages == 2) cp_async_wait<0>();
-    if (num_stages == 3) cp_async_wait<1>();
-}
-
-template <typename Shape>
-__device__ void read_q(uint32_t (&q)[Shape::kHeadDim / 16][4], const DecodeMemory<Shape> &shared) {
-    using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
-    const uint32_t address = shared_address(shared.sQ) + Swizzle::down(threadIdx.x % 32);
-#pragma unroll
-    for (int kk = 0; kk < Shape::kHeadDim / 16; kk++) ldmatrix(q[kk], Swizzle::move(address, Shape::warp_row(), kk));
-}
-
-template <typename T, typename Shape> struct Step {
-    static constexpr int kHeadDim = Shape::kHeadDim, kWarpKeys = 8 * Shape::kSTiles;
-    using QSwizzle = Swizzle<kHeadDim>;
-    using PSwizzle = Swizzle<Shape::kBlockN>;
-    DecodeMemory<Shape> &shared;
-    const DecodeParams &p;
-    const Run<Shape> &run;
-    const uint32_t (&q)[Shape::kHeadDim / 16][4];
-    const bool has_rows;
-    const int part = Shape::part(), lane_idx = threadIdx.x % 32;
-    typename Shape::AccS acc_s = {};
-
-    __device__ bool has_scores() const { return has_rows && part < Shape::kScoreWarps; }
-
-    __device__ void score(const Stage<Shape> &stage, int key, const Scores<> &scores,
-                          const ScoreFactors<float> &factors) {
-        const uint32_t k_address =
-            QSwizzle::move(shared_address(stage.sK) + QSwizzle::across(lane_idx), part * kWarpKeys, 0);
-#pragma unroll
-        for (int kk = 0; kk < kHeadDim / 16; kk++)
-            for (int n = 0; n < Shape::kSTiles; n += 2) {
-                uint32_t b[4];
-                ldmatrix(b, QSwizzle::move(k_address, 8 * n, kk));
-                mma<T>(acc_s[n], q[kk], b[0], b[1]);
-                mma<T>(acc_s[n + 1], q[kk], b[2], b[3]);
-            }
-        change_scores<Shape>(acc_s, scores, factors, p, run, key);
-        if (!run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, run, key);
-#pragma unroll
-        for (int i = 0; i < Shape::kLaneRows; i++) {
-            float max = -INFINITY;
-            for (int n = 0; n < Shape::kSTiles; n++) max = fmaxf(max, fmaxf(acc_s[n][2 * i], acc_s[n][2 * i + 1]));
-            max = __fmul_rn(quad_reduce(max, fmaxf), factors.softmax_scale_log2);  // rounded as in exponentiate()
-            if (lane_idx % 4 == 0) shared.row_max[Shape::row_of_lane(i)][part] = max;
+    template <bool kNeighbours> __device__ void copy() const {
+        using Swizzle = PanelSwizzle<kRows>;
+        constexpr int kRowStep = 32 / kVecs;
+        const int lane_row = threadIdx.x % 32 / kVecs, vec = threadIdx.x % kVecs;
+        const unsigned b = max(0, min(sequence, p.num_sequences - 1)), h = item.h_k;  // unsigned: fewer instructions
+        const unsigned first_row = kNeighbours ? row + lane_row : row;
+        const T *gK = rows_of<const T>(p.k, b, h, first_row), *gV = rows_of<const T>(p.v, b, h, first_row);
+        if (kNeighbours) gK += 8 * vec, gV += 8 * vec;
+        // Rows are counted from lane_row. Those outside of [first, end) become 0.
+        const int first = item.keys.begin - key - lane_row, end = item.keys.end - key - lane_row;
+        const int k_end = 8 * vec < p.head_dim ? end : first, v_end = 8 * vec < p.head_dim_v ? end : first;
+        const uint32_t offset0 = Swizzle::offset(lane_row, vec);
+        const uint64_t policy = evict_first();
+        const uint32_t k_address = shared_address(at(stage).k);
+        const uint32_t v_address = shared_address(at(stage).v);
+#pragma unroll(kNeighbours ? kRows / kRowStep : 2)
+        for (int r = 0; r < kRows; r += kRowStep) {
+            const T *k = gK, *v = gV;
+            if (kNeighbours) gK += kRowStep * p.k.row_stride, gV += kRowStep * p.v.row_stride;
+            else k = of_lane(gK, r + lane_row) + 8 * vec, v = of_lane(gV, r + lane_row) + 8 * vec;
+            const uint32_t offset = (offset0 ^ r % 8 * 16) + r * Swizzle::kRowBytes;  // lane_row < kRowStep
+            cp_async(k_address + offset, k, r >= first && r < k_end, policy);
+            cp_async(v_address + offset, v, r >= first && r < v_end, policy);
         }
     }
-    __device__ void exponentiate(RowState (&rows)[Shape::kLaneRows], float softmax_scale_log2) {
-#pragma unroll
-        for (int i = 0; i < Shape::kLaneRows; i++)
-            for (int n = 0; n < Shape::kSTiles; n++) {
-                const float x = exp2_approx(acc_s[n][2 * i] * softmax_scale_log2 - rows[i].max);
-                const float y = exp2_approx(acc_s[n][2 * i + 1] * softmax_scale_log2 - rows[i].max);
-                rows[i].sum += x + y;
-                const uint32_t offset = PSwizzle::offset(Shape::row_of_lane(i), part * Shape::kSTiles + n);
-                store_shared(shared_address(shared.sP) + offset + lane_idx % 4 * 4, pack<T>(x, y));
-            }
-    }
-    __device__ void multiply_v(TileState<Shape> &state, const Stage<Shape> &stage) {
-        const uint32_t p_address =
-            PSwizzle::move(shared_address(shared.sP) + PSwizzle::down(lane_idx), Shape::warp_row(), 0);
-        const uint32_t v_address = shared_address(stage.sV) + QSwizzle::down(lane_idx);
-#pragma unroll
-        for (int kk = 0; kk < Shape::kBlockN / 16; kk++) {
-            uint32_t P[1][4];
-            ldmatrix(P[0], PSwizzle::move(p_address, 0, kk));
-            multiply_ab<T, kHeadDim>(state.acc_o, P, v_address, kk * 16 * QSwizzle::kRowBytes, part * Shape::kDTiles);
-        }
+    __device__ static const T *of_lane(const T *x, int lane) {
+        return reinterpret_cast<const T *>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(x), lane));
     }
 };
-
-template <typename Shape> __device__ void grow(TileState<Shape> &state, const DecodeMemory<Shape> &shared) {
-#pragma unroll
-    for (int i = 0; i < Shape::kLaneRows; i++) {
-        float max = state.rows[i].max;
-        for (int w = 0; w < Shape::kScoreWarps; w++) max = fmaxf(max, shared.row_max[Shape::row_of_lane(i)][w]);
-        state.grow(i, max);
-    }
-}
-
-template <typename Shape> __device__ void add_sums(TileState<Shape> &state, DecodeMemory<Shape> &shared) {
-#pragma unroll
-    for (int i = 0; i < Shape::kLaneRows; i++) {
-        const float sum = quad_reduce(state.rows[i].sum, [](float x, float y) { return x + y; });
-        if (Shape::part() < Shape::kScoreWarps && threadIdx.x % 4 == 0)
-            shared.row_sum[Shape::row_of_lane(i)][Shape::part()] = sum;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < Shape::kLaneRows; i++) {
-        state.rows[i].sum = 0.f;
-        for (int w = 0; w < Shape::kScoreWarps; w++) state.rows[i].sum += shared.row_sum[Shape::row_of_lane(i)][w];
-    }
-}
 
 template <typename T, typename Shape>
-__global__ void __launch_bounds__(Shape::kNumThreads, 2)
-    decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Room room, const __grid_constant__ Line line,
+__global__ void __launch_bounds__(32 * Shape::kMostWarps, 1)
+    decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Splits splits,
            const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
            int num_stages) {
 #if __CUDA_ARCH__ < 800  // a GPU without these instructions
     __trap();
 #else
-    let_next_kernel_begin();
-    DecodeMemory<Shape> &shared = shared_memory<DecodeMemory<Shape>>();
-    shared.call.copy(p, room, line);
-    if (p.phase == Phase::kAlone) wait_for_previous_kernel();
-    Runs<Shape> &runs = shared.runs;
-    Run<Shape> &ahead = shared.ahead[threadIdx.x / 32];
-    find_first_run<Shape>(runs[0], shared.steps_of_warps, p, room, line);
-    copy_words(ahead, runs[0]);
-    __syncwarp();  // `ahead` is written
-    KeyStream<T, Shape> keys(p, shared.call, ahead);
-    auto load_q_of = [&](int i) { load_q<T>(shared.sQ, p, runs[i], Swizzle<Shape::kHeadDim>::offset); };
-    load_q_of(0);  // before the keys, or it would wait for them
-#pragma unroll 1
-    for (int i = 0; i + 1 < num_stages; i++) keys.load(shared.stages[i]);
-    auto find_next = [&](int i) {  // after run i
-        if (threadIdx.x == Shape::kNumThreads - 32) (runs[i + 1] = runs[i]).next(shared.call);
-    };
-    if (runs[0].is_valid()) find_next(0);
-    store_padding<T>(p);
-    uint32_t q[Shape::kHeadDim / 16][4];
-    int stage = 0, num_runs = 0;
-    for (; runs[num_runs].is_valid(); num_runs++) {
-        const Run<Shape> &run = runs[num_runs];
-        wait_for_step(num_stages);
-        __syncthreads();  // Q, keys and the next run are there, and the last run is over
-        find_next(num_runs + 1);
-        read_q(q, shared);
-        const bool has_rows = Shape::warp_row() < run.valid_rows();
-        bool has_next_q = false;
-        for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
-            TileState<Shape> state;
-            part_end = run.part_end(chunk, room);
-            const Range range = run.keys(chunk, part_end);
-            for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
-                Step<T, Shape> step{shared, p, run, q, has_rows};
-                if (step.has_scores()) step.score(shared.stages[stage], key, scores, factors);
-                __syncthreads();  // the row maxima are there, and the last step is over
-                if (!has_next_q) load_q_of(num_runs + 1);
-                has_next_q = true;
-                keys.load(shared.stages[(stage == 0 ? num_stages : stage) - 1]);  // in place of that step's
-                if (has_rows) grow(state, shared);
-                if (step.has_scores()) step.exponentiate(state.rows, factors.softmax_scale_log2);
-                wait_for_step(num_stages);
-                __syncthreads();  // P is there, and the next keys
-                if (has_rows) step.multiply_v(state, shared.stages[stage]);
-                stage = stage + 1 == num_stages ? 0 : stage + 1;
-            }
-            if (!range.is_empty()) add_sums(state, shared);
-            end_part<T>(p, room, line, run, state, chunk);
-        }
-        if (has_next_q) continue;
-        __syncthreads();  // unobserved by the emulator: a run without keys multiplies no Q
-        load_q_of(num_runs + 1);
-        cp_async_wait<0>();
+    prefetch_parameters(p, splits, scores, factors);
+    auto &shared = shared_memory<WarpsMemory<Shape>>();
+    const int warp_idx = threadIdx.x / 32;
+    uint32_t parity = 0;
+#if MINIMAL_ATTN_HAS_CLUSTERS
+    if (threadIdx.x == 0) {
+        mbarrier_init(shared.results_full, 1);
+        fence_mbarrier_init();
     }
-    end_share<T>(shared.stages, p, room, line, shared.call, runs, num_runs);
+#endif
+    if (p.phase == Phase::kAlone) wait_for_previous_kernel();
+    Scheduler<Shape> scheduler(p, splits, shared.scheduler);
+    for (Place at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
+        const WorkItem<Shape> item(p, splits, scheduler.plan, at);
+        if (item.rows == 0) continue;
+        const int begin = item.begin + scheduler.rank * splits.block_keys + warp_idx * Shape::kWarpKeys;
+        load_q<T>(shared.q, p, item, PanelSwizzle<Shape::kBlockM>::offset);
+        WarpKeys<T, Shape> keys(p, splits, item, begin, shared.buffer.stages, num_stages);
+        float acc_o[Shape::kMTiles][Shape::kHeadDim / 8][4] = {};
+        Softmax<Shape::kMTiles> softmax(factors.softmax_scale_log2);
+        keys.wait();
+        __syncthreads();  // Q is there
+        for (int key = begin; key < item.end; key += splits.step_keys)
+            attend<T>(shared.q, keys.next(), acc_o, softmax, item, key, p, scores, factors);
+#if MINIMAL_ATTN_HAS_CLUSTERS
+        if (splits.cluster > 1) cluster_arrive_relaxed();
+#endif
+        let_next_kernel_begin();
+        scheduler.take_next();
+        cp_async_wait<0>();  // groups without copies are left
+        __syncthreads();     // all warps have read their stages
+        shared.buffer.partial[warp_idx].store(item, acc_o, softmax, 0);
+        combine<T>(p, scheduler, item, shared.buffer.partial, shared.results(), shared.results_full, parity);
+    }
+    store_padding<T>(p);
     if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
 #endif
 }
 
-template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
-    constexpr int kSystemBytes = 1024;  // in each block's shared memory
-    using Memory = DecodeMemory<Shape>;
-    auto blocks_with = [](int num_stages) {
-        return std::min<size_t>(2, (max_shared_memory() + kSystemBytes) / (Memory::bytes(num_stages) + kSystemBytes));
-    };
-    const int num_stages = blocks_with(3) == 2 || (blocks_with(2) == 1 && blocks_with(3) == 1) ? 3 : 2;
-    const int blocks_per_sm = int(blocks_with(num_stages));
-    if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
-    const Line line(p.nheads_k, p.num_sms * blocks_per_sm);
-    const Room room(p, Shape::kBlockM);
-    check_size<Shape>(p, room, line);
-    launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, Memory::bytes(num_stages), p.stream, p,
-                 room, line, Scores<>(p), ScoreFactors<float>(p), num_stages);
-}
+template <typename Shape> struct Launch {
+    int num_stages = 2;
+    Splits splits;
 
-// Tiles of 32 rows end at head_dim 128: beyond, two blocks of eight warps would not fit the registers.
-template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
-    const int head_dim = p.max_head_dim();
-    const bool has_more_rows = int64_t(p.nheads / p.nheads_k) * p.max_seqlen_q > 16;
-    if (head_dim <= 64)
-        return has_more_rows ? act.template operator()<DecodeShape<64, 32>>()
-                             : act.template operator()<DecodeShape<64, 16>>();
-    if (head_dim <= 128)
-        return has_more_rows ? act.template operator()<DecodeShape<128, 32>>()
-                             : act.template operator()<DecodeShape<128, 16>>();
-    return act.template operator()<DecodeShape<256, 16>>();
+    explicit Launch(const DecodeParams &p) {
+        constexpr int kSystemBytes = 1024;  // in each block's shared memory
+        auto blocks_with = [](int num_warps, int num_stages) {
+            return int((max_shared_memory() + kSystemBytes) /
+                       (WarpsMemory<Shape>::bytes(num_warps, num_stages) + kSystemBytes));
+        };
+        const int blocks_per_sm = std::min(2, blocks_with(Shape::kNumWarps, 2));
+        splits = Splits::make<Shape>(p, blocks_per_sm, blocks_with(Shape::kMostWarps, 2) > 0);
+        const int blocks = splits.num_warps == Shape::kMostWarps ? 1 : blocks_per_sm;
+        if (blocks_with(splits.num_warps, 3) >= blocks) num_stages = 3;
+    }
+};
+
+template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
+    if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
+    const auto [num_stages, splits] = Launch<Shape>(p);
+    // Where blocks are alone, the next kernel's would gather on other multiprocessors.
+    launch_clusters(!splits.are_alone, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
+                    32 * splits.num_warps, WarpsMemory<Shape>::bytes(splits.num_warps, num_stages), p.stream, p, splits,
+                    Scores<>(p), ScoreFactors<float>(p), num_stages);
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return workspace_bytes<Shape>(p, 2 * num_sms()); });
+    return with_warp_shape(p, [&]<typename Shape>() { return Launch<Shape>(p).splits.template workspace_bytes<Shape>(p); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return num_counters<Shape>(p, 2 * num_sms()); });
+    return with_warp_shape(p, [&]<typename Shape>() { return Launch<Shape>(p).splits.num_counters(p); });
 }
 
 void flash_decode(const DecodeParams &p) {
-    with_decode_shape(p, [&]<typename Shape>() {
+    with_warp_shape(p, [&]<typename Shape>() {
         p.dtype == DType::kFloat16 ? launch_decode<__half, Shape>(p) : launch_decode<__nv_bfloat16, Shape>(p);
     });
 }

@@ -6,8 +6,7 @@
 #include <algorithm>
 
 #include "cache/boxes.cuh"
-#include "cache/join.cuh"
-#include "cache/rows.cuh"
+#include "cache/combine.cuh"
 #include "common/device.h"
 
 namespace sm90 {
@@ -15,17 +14,12 @@ namespace sm90 {
 using namespace device;
 using namespace decoding;
 
-template <int kHeadDim_> struct DecodeShape : KeyShape<kHeadDim_, 4> {
-    static constexpr int kBlockM = 64, kStages = 2;  // two blocks with more would not fit a multiprocessor
-    static constexpr int kSTiles = DecodeShape::kBlockN / 8, kDTiles = kHeadDim_ / 8;
-    static constexpr int kLaneRows = 2, kLaneKeys = 2 * kSTiles, kLaneCols = 2 * kDTiles;
-    using AccS = float[kSTiles][4];
-    using AccO = float[kDTiles][4];
-
-    __device__ static int row_of_lane(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
-    __device__ static int key_of_lane(int j) { return j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2; }
-    __device__ static int col_of_lane(int j) { return key_of_lane(j); }
-    template <typename Acc> __device__ static float &at(Acc &acc, int i, int j) { return acc[j / 2][2 * i + j % 2]; }
+// A step has 16 KB of K and of V each.
+template <int kHeadDim_> struct DecodeShape {
+    static constexpr int kHeadDim = kHeadDim_, kBlockM = 64, kBlockN = 8192 / kHeadDim, kNumWarps = 4;
+    static constexpr int kAlignment = kBlockN, kStages = 3;  // two blocks with more would not fit a multiprocessor
+    static constexpr bool kWarpsHaveKeys = false;            // they have rows of their own
+    static constexpr int block_keys(int) { return kBlockN; }
 };
 
 template <typename Shape> struct Stage {
@@ -33,150 +27,141 @@ template <typename Shape> struct Stage {
 };
 
 template <typename Shape> struct DecodeMemory {
-    SmemTile<Shape::kBlockM, Shape::kHeadDim> q[2];  // this run's and the next one's
-    Stage<Shape> stages[Shape::kStages];
+    SmemTile<Shape::kBlockM, Shape::kHeadDim> q;
+    union {
+        Stage<Shape> stages[Shape::kStages];
+        struct {
+            PartialResult<Shape> partial;
+            ClusterResults<Shape> results;
+        } end;  // after a work item's last step
+    };
+    Barrier results_full;
     Barrier full[Shape::kStages];
-    Runs<Shape> runs;
-    Run<Shape> ahead;  // loaded by its first warp
-    int steps_of_warps[Shape::kNumWarps];
-    Call call;
+    typename Scheduler<Shape>::Shared scheduler;
 };
 
-struct CacheTensors { TmaTensor k, v; };
-
 // The first warp asks TMA for keys and values ahead of the computation, each lane for one box of a step.
-template <typename Shape> struct KeyBoxes : StepsAhead<Shape> {
-    using StepsAhead<Shape>::p, StepsAhead<Shape>::run, StepsAhead<Shape>::key;
-    CacheBox box;  // of the next step
+template <typename Shape> struct KeyBoxes {
+    const DecodeParams &p;
+    const CacheTensors &cache;
+    const WorkItem<Shape> &item;
+    const int stride;  // keys from one step of this block to the next
+    int key;           // first of the next step
+    CacheBox box = {};
 
+    __device__ KeyBoxes(const DecodeParams &p, const CacheTensors &cache, const WorkItem<Shape> &item, int key, int stride)
+        : p(p), cache(cache), item(item), stride(stride), key(key) {
+        find();
+    }
     __device__ int tile_row() const { return threadIdx.x * p.box_rows; }
     __device__ void find() {
-        this->settle();
         const int first = key + tile_row();
-        if (run.is_valid() && tile_row() < Shape::kBlockN)
-            box.find(p, run.b, run.cut.seq.k_begin + first, first < run.cut.end && first + p.box_rows > run.cut.begin);
+        if (key < item.end && tile_row() < Shape::kBlockN)
+            box.find(p, item.b, item.seq.k_begin + first,
+                     first < item.keys.end && first + p.box_rows > item.keys.begin);
     }
-    __device__ void load(Stage<Shape> &stage, const CacheTensors &cache, Barrier &full) {
-        if (!run.is_valid()) return;
+    __device__ void load(Stage<Shape> &stage, Barrier &full) {
+        if (key >= item.end) return;
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, 2 * 2 * Shape::kBlockN * Shape::kHeadDim);
         if (tile_row() < Shape::kBlockN) {
-            box.load(stage.k, tile_row(), p, cache.k, run.h_k, full);
-            box.load(stage.v, tile_row(), p, cache.v, run.h_k, full);
+            box.load(stage.k, tile_row(), p, cache.k, item.h_k, full);
+            box.load(stage.v, tile_row(), p, cache.v, item.h_k, full);
         }
-        key += Shape::kBlockN;
+        key += stride;
         find();
     }
 };
 
 template <typename T, typename Shape>
 __device__ void attend(const SmemTile<Shape::kBlockM, Shape::kHeadDim> &q, const Stage<Shape> &stage,
-                       TileState<Shape> &state, const Run<Shape> &run, int key, const DecodeParams &p,
-                       const Scores<> &scores, const ScoreFactors<float> &factors) {
-    typename Shape::AccS acc_s;
+                       float (&acc_o)[1][Shape::kHeadDim / 8][4], Softmax<1> &softmax, const WorkItem<Shape> &item,
+                       int row, int key, const DecodeParams &p, const Scores<> &scores,
+                       const ScoreFactors<float> &factors) {
+    float acc_s[1][Shape::kBlockN / 8][4];
     warpgroup_arrive();
-    multiply_abt<T>(acc_s, q, stage.k);
-    warpgroup_wait<0>(acc_s);
-    change_scores<Shape>(acc_s, scores, factors, p, run, key);
-    if (!run.all_rows_see(key)) hide_scores<Shape>(acc_s, p, run, key);
+    multiply_abt<T>(acc_s[0], q, stage.k);
+    warpgroup_wait<0>(acc_s[0]);
+    const int lane_key = key + threadIdx.x % 4 * 2;
+    change_scores(acc_s, scores, factors, p, item, row, lane_key);
+    if (!item.all_rows_see(key, Shape::kBlockN)) hide_scores(acc_s, p, item, row, lane_key);
+    float alpha[2];
+    if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
     uint32_t P[Shape::kBlockN / 16][4];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float max = -INFINITY;
-        for (int j = 0; j < Shape::kLaneKeys; j++) max = fmaxf(max, Shape::at(acc_s, i, j));
-        max = __fmul_rn(quad_reduce(max, fmaxf), factors.softmax_scale_log2);  // rounded before it is subtracted
-        state.grow(i, fmaxf(state.rows[i].max, max));
-        for (int n = 0; n < Shape::kSTiles; n++) {
-            const float x = exp2_approx(acc_s[n][2 * i] * factors.softmax_scale_log2 - state.rows[i].max);
-            const float y = exp2_approx(acc_s[n][2 * i + 1] * factors.softmax_scale_log2 - state.rows[i].max);
-            state.rows[i].sum += x + y;
-            P[n / 2][n % 2 * 2 + i] = pack<T>(x, y);
-        }
-    }
+    for (int kk = 0; kk < Shape::kBlockN / 16; kk++) softmax.probabilities<T>(P[kk], acc_s[0], 0, kk);
     warpgroup_arrive();
-    multiply_ab<T>(state.acc_o, P, stage.v);
-    warpgroup_wait<0>(state.acc_o, P);
+    multiply_ab<T>(acc_o[0], P, stage.v);
+    warpgroup_wait<0>(acc_o[0], P);
 }
 
 template <typename T, typename Shape>
-__global__ void __launch_bounds__(Shape::kNumThreads, 2)
-    decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Room room, const __grid_constant__ Line line,
+__global__ void __launch_bounds__(32 * Shape::kNumWarps, 2)
+    decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Splits splits,
            const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
            const __grid_constant__ CacheTensors cache) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
-    let_next_kernel_begin();
+    prefetch_parameters(p, splits, scores, factors);
     auto &shared = shared_memory<DecodeMemory<Shape>>();
-    Runs<Shape> &runs = shared.runs;
     const bool loads = warp_uniform(threadIdx.x / 32) == 0;
     if (threadIdx.x == 0) {
         prefetch(cache.k.map), prefetch(cache.v.map);
         for (Barrier &full : shared.full) mbarrier_init(full, 1);
+        mbarrier_init(shared.results_full, 1);
         fence_mbarrier_init();
     }
-    shared.call.copy(p, room, line);
     if (p.phase == Phase::kAlone) wait_for_previous_kernel();
-    find_first_run<Shape>(runs[0], shared.steps_of_warps, p, room, line);
-    if (loads) copy_words(shared.ahead, runs[0]);
-    __syncwarp();  // `ahead` is written
-    KeyBoxes<Shape> keys{{p, shared.call, loads ? shared.ahead : runs[0]}};
-    auto load_q_of = [&](int i) {
-        auto &q = shared.q[i % 2];
-        load_q<T>(&q, p, runs[i], [&](int row, int vec) { return q.offset(row, 8 * vec); });
-    };
-    load_q_of(0);
-    if (loads) {
-        keys.find();
-        for (int i = 0; i < Shape::kStages; i++) keys.load(shared.stages[i], cache, shared.full[i]);
-    }
-    int stage = 0, num_runs = 0;
-    uint32_t parity = 0;
-    for (; runs[num_runs].is_valid(); num_runs++) {
-        const Run<Shape> &run = runs[num_runs];
-        Run<Shape> &next = runs[num_runs + 1];
+    __syncthreads();  // the barriers are there
+    Scheduler<Shape> scheduler(p, splits, shared.scheduler);
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    int stage = 0;
+    uint32_t parity = 0, results_parity = 0;
+    for (Place at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
+        const WorkItem<Shape> item(p, splits, scheduler.plan, at);
+        if (item.rows == 0) continue;
+        const int begin = item.begin + scheduler.rank * Shape::kBlockN;
+        load_q<T>(&shared.q, p, item, [&](int row, int vec) { return shared.q.offset(row, 8 * vec); });
+        KeyBoxes<Shape> keys(p, cache, item, begin, splits.step_keys);
+        if (loads)
+            for (int i = 0, to = stage; i < Shape::kStages; i++, to = to + 1 == Shape::kStages ? 0 : to + 1)
+                keys.load(shared.stages[to], shared.full[to]);
+        float acc_o[1][Shape::kHeadDim / 8][4] = {};
+        Softmax<1> softmax(factors.softmax_scale_log2);
         cp_async_wait<0>();
         fence_proxy_async();
-        __syncthreads();  // Q is there, and the last run is over
-        if (threadIdx.x == Shape::kNumThreads - 32) next = run, next.next(shared.call);
-        bool has_next_q = false;
-        for (int chunk = run.chunk_begin, part_end; chunk < run.chunk_end; chunk = part_end) {
-            TileState<Shape> state;
-            part_end = run.part_end(chunk, room);
-            const Range range = run.keys(chunk, part_end);
-            for (int key = range.begin; key < range.end; key += Shape::kBlockN) {
-                mbarrier_wait(shared.full[stage], parity);
-                clear_unseen<Shape::kNumThreads, Shape::kBlockN>(threadIdx.x, 0, run.cut.begin - key, run.cut.end - key,
-                                                                 shared.stages[stage].v);
-                attend<T>(shared.q[num_runs % 2], shared.stages[stage], state, run, key, p, scores, factors);
-                __syncthreads();  // all warps have read the stage
-                if (loads) keys.load(shared.stages[stage], cache, shared.full[stage]);
-                if (!has_next_q) load_q_of(num_runs + 1);
-                has_next_q = true;
-                stage = stage + 1 == Shape::kStages ? 0 : stage + 1, parity ^= stage == 0;
-            }
-            for (RowState &row : state.rows)
-                row.sum = quad_reduce(row.sum, [](float x, float y) { return x + y; });
-            end_part<T>(p, room, line, run, state, chunk);
+        __syncthreads();  // Q is there
+        for (int key = begin; key < item.end; key += splits.step_keys) {
+            mbarrier_wait(shared.full[stage], parity);
+            clear_unseen<32 * Shape::kNumWarps, Shape::kBlockN>(threadIdx.x, 0, item.keys.begin - key, item.keys.end - key,
+                                                             shared.stages[stage].v);
+            attend<T>(shared.q, shared.stages[stage], acc_o, softmax, item, row, key, p, scores, factors);
+            __syncthreads();  // all warps have read the stage
+            if (loads) keys.load(shared.stages[stage], shared.full[stage]);
+            stage = stage + 1 == Shape::kStages ? 0 : stage + 1, parity ^= stage == 0;
         }
-        if (has_next_q) continue;
-        __syncthreads();  // the next run is there
-        load_q_of(num_runs + 1);
+        if (splits.cluster > 1) cluster_arrive_relaxed();
+        let_next_kernel_begin();
+        scheduler.take_next();
+        shared.end.partial.store(item, acc_o, softmax, threadIdx.x / 32 * 16);
+        combine<T>(p, scheduler, item, &shared.end.partial, shared.end.results, shared.results_full, results_parity);
+        fence_proxy_async();  // the partial result was there where TMA will copy to
+        __syncthreads();
     }
-    end_share<T>(shared.stages, p, room, line, shared.call, runs, num_runs);
     store_padding<T>(p);
     if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
 #endif
 }
 
+template <typename Shape> Splits splits_of(const DecodeParams &p) { return Splits::make<Shape>(p, 2, false); }
+
 template <typename T, typename Shape> void launch_decode(DecodeParams p) {
     static_assert(2 * (sizeof(DecodeMemory<Shape>) + 1024) <= 228 << 10);  // the GPU takes 1 KB of each block
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     p.box_rows = cache_box_rows(p, Shape::kBlockN);
-    const Line line(p.nheads_k, 2 * p.num_sms);
-    const Room room(p, Shape::kBlockM);
-    check_size<Shape>(p, room, line);
-    launch_early(decode<T, Shape>, line.shares * line.heads, Shape::kNumThreads, sizeof(DecodeMemory<Shape>), p.stream,
-                 p, room, line, Scores<>(p), ScoreFactors<float>(p),
+    const Splits splits = splits_of<Shape>(p);
+    launch_clusters(true, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster, 32 * Shape::kNumWarps,
+                 sizeof(DecodeMemory<Shape>), p.stream, p, splits, Scores<>(p), ScoreFactors<float>(p),
                  CacheTensors{make_cache_tensor<Shape::kHeadDim>("k", p.k, p, p.head_dim),
                               make_cache_tensor<Shape::kHeadDim>("v", p.v, p, p.head_dim_v)});
 }
@@ -188,11 +173,11 @@ template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return workspace_bytes<Shape>(p, 2 * num_sms()); });
+    return with_decode_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).template workspace_bytes<Shape>(p); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return num_counters<Shape>(p, 2 * num_sms()); });
+    return with_decode_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).num_counters(p); });
 }
 
 void flash_decode(const DecodeParams &p) {

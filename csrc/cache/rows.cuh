@@ -1,49 +1,48 @@
-// Q and scores of a run's packed rows.
+// Q and scores of a work item's packed rows.
 #pragma once
 
-#include "cache/share.cuh"
+#include "cache/work.cuh"
 #include "common/scores.cuh"
 #include "mods/score_mods.cuh"
 #include "ptx/sm80.cuh"
 
 namespace decoding {
 
-using namespace ptx;
-
 // One group of copies, with 0 beyond the sample and head_dim. offset_of(row, vec) is where 16 bytes lie in sQ.
 template <typename T, typename Shape, typename OffsetOf>
-__device__ void load_q(void *sQ, const DecodeParams &p, const Run<Shape> &run, OffsetOf offset_of) {
-    constexpr int kVecs = Shape::kHeadDim / 8, kRowStep = Shape::kNumThreads / kVecs;
-    const int vec = threadIdx.x % kVecs;
-#pragma unroll
-    for (int row0 = 0; row0 < Shape::kBlockM && run.is_valid(); row0 += kRowStep) {
-        const int r = row0 + threadIdx.x / kVecs;
-        const bool is_needed = r < run.valid_rows() && 8 * vec < p.head_dim;
-        const PackedRow at(run, is_needed ? r : 0);
-        const T *gQ = rows_of<const T>(p.q, run.b, at.head, run.cut.seq.q_begin + at.token) + 8 * vec;
+__device__ void load_q(void *sQ, const DecodeParams &p, const WorkItem<Shape> &item, OffsetOf offset_of) {
+    constexpr int kVecs = Shape::kHeadDim / 8;
+    for (int i = threadIdx.x; i < Shape::kBlockM * kVecs; i += blockDim.x) {
+        const int r = i / kVecs, vec = i % kVecs;
+        const bool is_needed = r < item.rows && 8 * vec < p.head_dim;
+        const PackedRow at(item, is_needed ? r : 0);
+        const T *gQ = rows_of<const T>(p.q, item.b, at.head, item.seq.q_begin + at.token) + 8 * vec;
         cp_async(shared_address(sQ) + offset_of(r, vec), gQ, is_needed);
     }
     cp_async_commit();
 }
 
-// q·k become scores (common/scores.cuh, mods/score_mods.cuh). Rows differ in slope.
-template <typename Shape>
-__device__ void change_scores(typename Shape::AccS &acc_s, const Scores<> &scores, const ScoreFactors<float> &factors,
-                              const DecodeParams &p, const Run<Shape> &run, int key) {
+// q·k become scores (common/scores.cuh, mods/score_mods.cuh). Rows differ in slope. acc_s: accumulators as in
+// softmax.cuh; row and key: the first of this lane.
+template <typename Shape, int kMTiles, int kNTiles>
+__device__ void change_scores(float (&acc_s)[kMTiles][kNTiles][4], const Scores<> &scores,
+                              const ScoreFactors<float> &factors, const DecodeParams &p, const WorkItem<Shape> &item,
+                              int row, int key) {
     if (!factors.has_softcap && scores.is_raw && !p.alibi_slopes) return;
     auto for_scores = [&](int i, auto change) {
 #pragma unroll
-        for (int j = 0; j < Shape::kLaneKeys; j++) change(Shape::at(acc_s, i, j), key + Shape::key_of_lane(j));
+        for (int n = 0; n < kNTiles; n++)
+            for (int e = 0; e < 2; e++) change(acc_s[i / 2][n][i % 2 * 2 + e], key + 8 * n + e);
     };
 #pragma unroll
-    for (int i = 0; i < Shape::kLaneRows; i++) {
+    for (int i = 0; i < 2 * kMTiles; i++) {
         if (factors.has_softcap) for_scores(i, [&](float &s, int) { s = tanh_approx(s * factors.of_qk); });
         else if (!scores.is_raw) for_scores(i, [&](float &s, int) { s = scores.score(s); });
         if (!p.alibi_slopes) continue;
-        const PackedRow row(run, Shape::row_of_lane(i));
-        if (row.token >= run.cut.seq.seqlen_q) continue;
-        const float slope = p.alibi_slopes[run.b * p.alibi_batch_stride + row.head] * factors.per_unit;
-        const int diagonal = row.token + run.cut.seq.seqlen_k - run.cut.seq.seqlen_q;
+        const PackedRow at(item, row + 8 * i);
+        if (at.token >= item.seq.seqlen_q) continue;
+        const float slope = p.alibi_slopes[item.b * p.alibi_batch_stride + at.head] * factors.per_unit;
+        const int diagonal = at.token + item.seq.seqlen_k - item.seq.seqlen_q;
         for_scores(i, [&](float &s, int key) { s -= slope * fabsf(float(diagonal - key)); });
     }
 }
@@ -53,10 +52,10 @@ struct Branches {
     uint64_t word = ~0ull;
     int first_new = 0;
 
-    template <typename Shape> __device__ Branches(const DecodeParams &p, const Run<Shape> &run, int token) {
-        if (!p.tree_mask || token >= run.cut.seq.seqlen_q) return;
-        word = p.tree_mask[run.b * p.tree_batch_stride + token];
-        first_new = run.cut.seq.seqlen_k - run.cut.seq.seqlen_q;
+    template <typename Shape> __device__ Branches(const DecodeParams &p, const WorkItem<Shape> &item, int token) {
+        if (!p.tree_mask || token >= item.seq.seqlen_q) return;
+        word = p.tree_mask[item.b * p.tree_batch_stride + token];
+        first_new = item.seq.seqlen_k - item.seq.seqlen_q;
     }
     __device__ bool contains(int key) const {
         const unsigned bit = key - first_new;
@@ -64,19 +63,21 @@ struct Branches {
     }
 };
 
-template <typename Shape>
-__device__ void hide_scores(typename Shape::AccS &acc_s, const DecodeParams &p, const Run<Shape> &run, int key) {
-    const Mask mask(run.cut.seq.seqlen_q, run.cut.seq.seqlen_k, p);
+template <typename Shape, int kMTiles, int kNTiles>
+__device__ void hide_scores(float (&acc_s)[kMTiles][kNTiles][4], const DecodeParams &p, const WorkItem<Shape> &item,
+                            int row, int key) {
+    const Mask mask(item.seq.seqlen_q, item.seq.seqlen_k, p);
 #pragma unroll
-    for (int i = 0; i < Shape::kLaneRows; i++) {
-        const int token = PackedRow(run, Shape::row_of_lane(i)).token;
+    for (int i = 0; i < 2 * kMTiles; i++) {
+        const int token = PackedRow(item, row + 8 * i).token;
         const Range seen = mask.keys(token);
-        const Branches branches(p, run, token);
+        const Branches branches(p, item, token);
 #pragma unroll
-        for (int j = 0; j < Shape::kLaneKeys; j++) {
-            const int k = key + Shape::key_of_lane(j);
-            if (!seen.contains(k) || !branches.contains(k)) Shape::at(acc_s, i, j) = -INFINITY;
-        }
+        for (int n = 0; n < kNTiles; n++)
+            for (int e = 0; e < 2; e++) {
+                const int k = key + 8 * n + e;
+                if (!seen.contains(k) || !branches.contains(k)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
+            }
     }
 }
 

@@ -86,10 +86,16 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
 // let_next_kernel_begin() ("CUDA C++ Programming Guide: Programmatic Dependent Launch"). A thread calls
 // wait_for_previous_kernel(), or waits for a counter, before it touches what that one reads or writes. Every such
 // kernel has a thread that waits, at its end if not before: so when it ends, all kernels before it have ended.
-template <int kCluster = 1, typename... Args>
+template <typename... Args>
 void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
                   std::type_identity_t<Args>... args) {
-    enqueue<Args...>(can_launch_early(), kCluster, kernel, blocks, threads, shared_bytes, stream, args...);
+    enqueue<Args...>(can_launch_early(), 1, kernel, blocks, threads, shared_bytes, stream, args...);
+}
+// In clusters of so many blocks; like launch_early() if is_early.
+template <typename... Args>
+void launch_clusters(bool is_early, int cluster, void (*kernel)(Args...), int64_t blocks, int threads,
+                     size_t shared_bytes, void *stream, std::type_identity_t<Args>... args) {
+    enqueue<Args...>(is_early && can_launch_early(), cluster, kernel, blocks, threads, shared_bytes, stream, args...);
 }
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
@@ -100,6 +106,22 @@ __device__ inline void let_next_kernel_begin() {
 #if __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();
 #endif
+}
+
+// Kernel parameters lie in constant memory, cold at each launch: code that reads them one after another waits for each
+// line of 64 bytes. This asks for all lines at once. Parameters are __grid_constant__.
+template <typename... Params> __device__ void prefetch_parameters(const Params &...params) {
+    unsigned block_idx;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block_idx));
+    const int zero = block_idx >> 31;  // to the compiler, it is unknown: then loads do not wait for one another
+    int sum = 0;
+    auto read = [&](const auto &x) {
+        const int *words = reinterpret_cast<const int *>(&x) + zero;
+#pragma unroll
+        for (unsigned i = 0; i < sizeof(x) / sizeof(int); i += 16) sum ^= words[i];
+    };
+    (read(params), ...);
+    if (sum == 0x5bd1e995 && zero) __trap();  // never: uses the sum
 }
 
 }  // namespace device

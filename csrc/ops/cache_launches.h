@@ -37,8 +37,7 @@ void launch_by_rows(DecodeParams p, FewestRows fewest, int all_sms, bool can_ove
     const bool are_alike = !p.cu_seqlens_q && !p.seqused_q;  // all samples have seqlen_q rows
     const int longest = p.max_seqlen_q;
     const bool has_prompts = longest >= fewest.prefill, is_mixed = has_prompts && !are_alike && can_overlap;
-    // From 32 on a multiple of 8, as Line puts so many heads side by side.
-    const int of_caches = all_sms < 32 ? (3 * all_sms + 3) / 4 : all_sms * 3 / 32 * 8;
+    const int of_caches = (3 * all_sms + 3) / 4;
     const int of_prompts = std::max(1, all_sms - of_caches);
     auto serve = [&](Phase phase, int sms, int min_rows, int max_rows, auto launch) {
         p.phase = is_mixed ? phase : Phase::kAlone, p.num_sms = is_mixed ? sms : all_sms;

@@ -1,11 +1,11 @@
-// Instructions between the two blocks of threads of a cluster on Hopper, with their sections of the PTX ISA.
+// Instructions between the blocks of threads of a cluster on Hopper, with their sections of the PTX ISA.
 #pragma once
 
 #include "ptx/sm90.cuh"
 
 namespace ptx {
 
-// "mapa": the address of an object of this block in the block `rank`, 0 or 1, of a cluster of two.
+// "mapa": the address of an object of this block in the block `rank` of the cluster.
 __device__ inline uint32_t address_in_block(const void *p, int rank) {
     uint32_t address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
@@ -22,7 +22,7 @@ __device__ inline void copy_to_block(void *to, const void *from, int bytes, Barr
                      address_in_block(to, rank)), "r"(shared_address(from)), "r"(bytes),
                  "r"(address_in_block(&barrier, rank)) : "memory");
 }
-// tma_load() to the same place in both blocks, each of which counts the bytes.
+// tma_load() to the same place in both blocks of a cluster of two, each of which counts the bytes.
 __device__ inline void tma_load_both(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2,
                                      int c3) {
     asm volatile(
@@ -38,13 +38,23 @@ __device__ inline int load_from_block(const int &from, int rank) {
     asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(x) : "r"(address_in_block(&from, rank)) : "memory");
     return x;
 }
-// "barrier.cluster": all threads of both blocks wait for one another. Without .relaxed each block sees what the other
+// "st.async" to the shared memory of a block of the cluster, whose barrier counts the bytes.
+__device__ inline void store_to_block(float4 &to, const float4 &x, Barrier &barrier, int rank) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     address_in_block(&to, rank)), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w),
+                 "r"(address_in_block(&barrier, rank)) : "memory");
+}
+__device__ inline void store_to_block(float2 &to, const float2 &x, Barrier &barrier, int rank) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                     address_in_block(&to, rank)), "f"(x.x), "f"(x.y), "r"(address_in_block(&barrier, rank)) : "memory");
+}
+// "barrier.cluster": all threads of the cluster wait for one another. Without .relaxed each block sees what the others
 // wrote, which takes a fence of the whole GPU.
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
-__device__ inline void cluster_sync_relaxed() {
-    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
-}
+__device__ inline void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+__device__ inline void cluster_sync_relaxed() { cluster_arrive_relaxed(), cluster_wait(); }
 
 }  // namespace ptx

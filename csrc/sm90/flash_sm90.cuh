@@ -198,7 +198,7 @@ template <typename Shape> void launch_fwd(typename Shape::Input p) {
     params.v_tma = Shape::KeyBlocks::template make_tensor<kHeadDim>("v", p.v, p, p.head_dim_v);
     params.o_tma = of_rows("out", p.o, p.head_dim_v, 16);  // the rows of a warp
     const auto kernel = p.dtype == DType::kFloat16 ? flash_fwd<__half, Shape> : flash_fwd<__nv_bfloat16, Shape>;
-    const auto launch_tiles = phase == Phase::kPrefillRest ? launch_early<1, Params<Shape>> : launch<Params<Shape>>;
+    const auto launch_tiles = phase == Phase::kPrefillRest ? launch_early<Params<Shape>> : launch<Params<Shape>>;
     launch_tiles(kernel, blocks, Shape::kNThreads, sizeof(SharedMemory), p.stream, params);
 }
 

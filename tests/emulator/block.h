@@ -131,6 +131,8 @@ struct Block {
     SharedMemory shared;
     std::map<uint32_t, MBarrier> mbarriers;  // by address
     NamedBarrier barriers[16], cluster;  // barrier.cluster is that of rank 0
+    std::vector<bool> has_arrived;               // by thread: at barrier.cluster,
+    std::vector<uint32_t> cluster_generation;    // and when
     std::vector<Warp> warps;
     std::vector<Stores> stores;      // by thread
     std::vector<Copies> copies;      // by thread
@@ -140,7 +142,7 @@ struct Block {
     bool has_ended = false;
 
     Block(int threads, size_t shared_bytes)
-        : shared(threads, shared_bytes), warps(threads / 32), stores(threads), copies(threads), acquired(threads),
+        : shared(threads, shared_bytes), has_arrived(threads), cluster_generation(threads), warps(threads / 32), stores(threads), copies(threads), acquired(threads),
           products((threads + 127) / 128) {
         for (Warp &warp : warps) warp.registers = kRegisters / threads / 8 * 8;
     }

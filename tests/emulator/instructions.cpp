@@ -245,12 +245,22 @@ void mbarrier_arrive(Barrier &barrier, int rank) {
     scheduler->pass();
 }
 
-void cluster_sync() {
+// A thread arrives once before it waits.
+void cluster_arrive_relaxed() {
     NamedBarrier &barrier = scheduler->block_of_cluster(0).cluster;
-    const uint32_t generation = barrier.generation;
-    if (++barrier.arrived == 2 * int(blockDim.x)) barrier.arrived = 0, barrier.generation++;
-    scheduler->wait(barrier.generation, generation, ~0u, [] { return "its cluster"; });
+    if (block->has_arrived[threadIdx.x]) fail("barrier.cluster.arrive twice");
+    block->has_arrived[threadIdx.x] = true;
+    block->cluster_generation[threadIdx.x] = barrier.generation;
+    if (++barrier.arrived == scheduler->blocks_of_cluster() * int(blockDim.x)) barrier.arrived = 0, barrier.generation++;
+    scheduler->pass();
 }
+void cluster_wait() {
+    NamedBarrier &barrier = scheduler->block_of_cluster(0).cluster;
+    if (!block->has_arrived[threadIdx.x]) fail("barrier.cluster.wait before an arrival");
+    block->has_arrived[threadIdx.x] = false;
+    scheduler->wait(barrier.generation, block->cluster_generation[threadIdx.x], ~0u, [] { return "its cluster"; });
+}
+void cluster_sync() { cluster_arrive_relaxed(), cluster_wait(); }
 
 void mbarrier_wait(Barrier &barrier, uint32_t parity) {
     scheduler->wait(find(barrier).phase, parity, 1, [&barrier, parity] {
@@ -410,6 +420,21 @@ void copy_to_block(void *to, const void *from, int bytes, Barrier &barrier, int 
         if (mine.has_ended) fail("cp.async.bulk from a block that has ended");
         for (const auto *view : {&there.generic, &there.async})
             std::memcpy(there.at(*view, address, bytes), shared.at(shared.async, source, bytes), bytes);
+        full.tx_bytes -= bytes, full.settle();
+    }, scheduler->one_in(4), &other});
+    scheduler->pass();
+}
+
+// "st.async": at any time until it has been counted.
+void store_to_block(void *to, const void *from, int bytes, Barrier &barrier, int rank) {
+    Block &other = scheduler->block_of_cluster(rank);
+    const uint32_t address = shared_address(to);
+    if (address % bytes) fail("st.async of %d bytes to %#x", bytes, address);
+    MBarrier &full = begin_copy(other, address, bytes, barrier);
+    std::vector<char> x(static_cast<const char *>(from), static_cast<const char *>(from) + bytes);
+    const SharedMemory &there = other.shared;
+    scheduler->post({[] { return true; }, [=, &full, &there] {
+        std::memcpy(there.at(there.generic, address, bytes), x.data(), bytes);
         full.tx_bytes -= bytes, full.settle();
     }, scheduler->one_in(4), &other});
     scheduler->pass();

@@ -114,6 +114,7 @@ class Scheduler {
     Block &block_of_cluster(int rank) {
         return *slots[current / grid.threads / grid.cluster * grid.cluster + rank].block;
     }
+    int blocks_of_cluster() const { return grid.cluster; }
     unsigned random_below(unsigned n) { return random() % n; }
     bool one_in(unsigned n) { return random_below(n) == 0; }
 

@@ -35,8 +35,8 @@ void launch_bwd(const AttnBackwardParams &p, void (*kernel)(BwdParams<Shape>)) {
                                   workspace, tiles.template order<Divisor>(p), int(num_items),
                                   rows_first, tiles.heads_together(1, p.nheads_k),
                                   factors, score_factor, scale, dv_scale};
-    launch_early<kTileBlocks>(kernel, Shape::kIsPersistent ? std::min<int64_t>(blocks, num_sms()) : blocks,
-                              Shape::kNThreads, kSharedBytes, p.stream, params);
+    launch_clusters(true, kTileBlocks, kernel, Shape::kIsPersistent ? std::min<int64_t>(blocks, num_sms()) : blocks,
+                    Shape::kNThreads, kSharedBytes, p.stream, params);
     if constexpr (Shape::kMaxSplits > 1) launch_dkv<T>(p, workspace, scale, dv_scale);
     if (p.dq.data)
         launch_early(flash_bwd_dq<T, Shape>, workspace.tiles, 32 * Shape::kDqWarps, 2 * workspace.kDqFloats, p.stream,

@@ -73,6 +73,7 @@ struct __half { uint16_t bits; };
 struct __nv_bfloat16 { uint16_t bits; };
 
 struct alignas(8) float2 { float x, y; };
+struct alignas(8) uint2 { uint32_t x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) double2 { double x, y; };
 struct alignas(16) uint4 {
@@ -118,6 +119,17 @@ inline int __any_sync(unsigned mask, int x) {
     });
     return x;
 }
+inline unsigned __ballot_sync(unsigned mask, bool x) {
+    struct Vote { bool x; unsigned all = 0; } mine{x};
+    if (mask != ~0u) emulator::fail("__ballot_sync with mask %#x", mask);
+    emulator::meet("__ballot_sync", &mine, [](void *(&lanes)[32]) {
+        unsigned all = 0;
+        for (int i = 0; i < 32; i++) all |= unsigned(static_cast<Vote *>(lanes[i])->x) << i;
+        for (void *lane : lanes) static_cast<Vote *>(lane)->all = all;
+    });
+    return mine.all;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline void __threadfence() {}
 inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
 inline float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; }
@@ -165,12 +177,18 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
             std::type_identity_t<Args>... args) {
     run<Args...>(kernel, blocks, threads, 1, shared_bytes, args...);
 }
-template <int kCluster = 1, typename... Args>
-void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
+template <typename... Args>
+void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
                   std::type_identity_t<Args>... args) {
-    run<Args...>(kernel, blocks, threads, kCluster, shared_bytes, args...);
+    launch<Args...>(kernel, blocks, threads, shared_bytes, stream, args...);
+}
+template <typename... Args>
+void launch_clusters(bool, int cluster, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
+                     std::type_identity_t<Args>... args) {
+    run<Args...>(kernel, blocks, threads, cluster, shared_bytes, args...);
 }
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_begin() {}
+template <typename... Params> void prefetch_parameters(const Params &...) {}
 
 }  // namespace device

@@ -115,6 +115,9 @@ const std::vector<Case> cases = {
     {"tree_causal", f16, 4, 2, 7,  64,  64,  260, 0, {260, 100, 7}, -1, 0, {}, {}, {}, 0, 1, false, false, false, false,
      0, 0, Case::kCausal},
     {"many",       f16,  2, 1, 1,  64,  64,   16, 3, std::vector<int>(300, 40)},
+    {"uneven",     b16,  2, 1, 1, 128, 128, 3000, 0, {100, 3000, 5, 0, 64, 70}},  // one sample has later work items
+    {"uneven_heads", f16, 4, 2, 3, 64, 64,  5000, 0, {4900, 30, 70, 4000}, -1, 0},
+    {"uneven_256", f16,  2, 1, 1, 256, 256,   16, 90, {1400, 30, 200}},
     prefill({"prefill", b16, 4, 2, 200, 128, 128, 330, 0, {330, 205, 64}, -1, 0}),
     prefill({"prefill_pages", f16, 2, 1, 70, 64, 64, 16, 20, {300, 77, 0, 320}, -1, 0}),
     prefill({"prefill_pages_48", b16, 2, 2, 65, 128, 128, 48, 5, {240, 100}, 90, 0}),
@@ -146,6 +149,7 @@ const std::vector<Case> cases = {
     tall({"tall_splits", b16, 4, 2, 5, 128, 128, 400, 0, {400, 300, 10}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
           false, 3}),
     tall({"tall_clamped", f16, 2, 1, 5, 64, 64, 16, 4, {1 << 30, -5}}),
+    tall({"tall_uneven", b16, 2, 1, 5, 128, 128, 3000, 0, {100, 3000, 5, 0, 64, 70}, -1, 0}),
     tall({"tall_tree", f16, 6, 1, 9, 64, 64, 16, 20, {260, 8, 100}, -1, -1, {}, {}, {9, 4, 7}, 0, 1, false, true, false,
           false, 0, 0, Case::kBranches}),
     tall({"all_kernels", b16, 4, 2, 0, 128, 128, 16, 14, {200, 180, 100, 224, 5}, -1, 0, {}, {0, 1, 90, 97, 300, 300}},
