@@ -57,7 +57,8 @@ struct RowSum {
             for (int i = 0; i < kLoads; i++) {
                 const float beta = exp2_approx(end[i].x - max);
                 row_sum = fmaf(end[i].y, beta, row_sum);
-                o = {fmaf(x[i].x, beta, o.x), fmaf(x[i].y, beta, o.y), fmaf(x[i].z, beta, o.z), fmaf(x[i].w, beta, o.w)};
+                o = {fmaf(x[i].x, beta, o.x), fmaf(x[i].y, beta, o.y), fmaf(x[i].z, beta, o.z),
+                     fmaf(x[i].w, beta, o.w)};
             }
         }
     }
@@ -96,7 +97,7 @@ template <typename T, typename Shape>
 __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler, const WorkItem<Shape> &item,
                         const PartialResult<Shape> *parts, ClusterResults<Shape> &results, uint64_t &full,
                         uint32_t &parity) {
-    constexpr int kHeadDim = Shape::kHeadDim, kVecs = kHeadDim / 4, kPitch = Splits::pitch<Shape>();
+    constexpr int kHeadDim = Shape::kHeadDim, kVecs = kHeadDim / 4, kPitch = Splits::pitch(kHeadDim);
     const Splits &splits = scheduler.splits;
     const int cluster = splits.cluster, rank = scheduler.rank;
     const int count = item.rows * kVecs, share = ceil_div(count, cluster);

@@ -175,7 +175,7 @@ template <typename T, typename Shape> void launch_decode(const DecodeParams &p) 
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_warp_shape(p, [&]<typename Shape>() { return Launch<Shape>(p).splits.template workspace_bytes<Shape>(p); });
+    return with_warp_shape(p, [&]<typename Shape>() { return Launch<Shape>(p).splits.workspace_bytes(p, Shape::kHeadDim); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {

@@ -49,7 +49,8 @@ template <typename Shape> struct KeyBoxes {
     int key;           // first of the next step
     CacheBox box = {};
 
-    __device__ KeyBoxes(const DecodeParams &p, const CacheTensors &cache, const WorkItem<Shape> &item, int key, int stride)
+    __device__ KeyBoxes(const DecodeParams &p, const CacheTensors &cache, const WorkItem<Shape> &item, int key,
+                        int stride)
         : p(p), cache(cache), item(item), stride(stride), key(key) {
         find();
     }
@@ -133,8 +134,8 @@ __global__ void __launch_bounds__(32 * Shape::kNumWarps, 2)
         __syncthreads();  // Q is there
         for (int key = begin; key < item.end; key += splits.step_keys) {
             mbarrier_wait(shared.full[stage], parity);
-            clear_unseen<32 * Shape::kNumWarps, Shape::kBlockN>(threadIdx.x, 0, item.keys.begin - key, item.keys.end - key,
-                                                             shared.stages[stage].v);
+            clear_unseen<32 * Shape::kNumWarps, Shape::kBlockN>(threadIdx.x, 0, item.keys.begin - key,
+                                                                item.keys.end - key, shared.stages[stage].v);
             attend<T>(shared.q, shared.stages[stage], acc_o, softmax, item, row, key, p, scores, factors);
             __syncthreads();  // all warps have read the stage
             if (loads) keys.load(shared.stages[stage], shared.full[stage]);
@@ -160,7 +161,8 @@ template <typename T, typename Shape> void launch_decode(DecodeParams p) {
     if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     p.box_rows = cache_box_rows(p, Shape::kBlockN);
     const Splits splits = splits_of<Shape>(p);
-    launch_clusters(true, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster, 32 * Shape::kNumWarps,
+    launch_clusters(true, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
+                    32 * Shape::kNumWarps,
                  sizeof(DecodeMemory<Shape>), p.stream, p, splits, Scores<>(p), ScoreFactors<float>(p),
                  CacheTensors{make_cache_tensor<Shape::kHeadDim>("k", p.k, p, p.head_dim),
                               make_cache_tensor<Shape::kHeadDim>("v", p.v, p, p.head_dim_v)});
@@ -173,7 +175,7 @@ template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).template workspace_bytes<Shape>(p); });
+    return with_decode_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).workspace_bytes(p, Shape::kHeadDim); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {

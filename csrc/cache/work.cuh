@@ -1,5 +1,5 @@
 // The folder cache/ has attention to long caches, see decode.cu. Order in cache/: work.cuh, rows.cuh, combine.cuh,
-// keys.cuh, decode.cu. Beside it: decode_sm90.cu, boxes.cuh, prefill_sm90.cu.
+// warps.cuh, decode.cu. Beside it: decode_sm90.cu, boxes.cuh, prefill_sm90.cu.
 //
 // How the keys of a cache are divided among blocks of threads. A tile packs rows of one sample and key head. Its keys
 // are read in steps of kBlockN, which the blocks of a cluster take in turn: a static split, known without any length.
@@ -30,8 +30,8 @@ using namespace ptx;
 __device__ inline int floor_div(unsigned x, unsigned y) { return int(x / y); }
 __host__ __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) / y); }
 
-// How a launch divides its work. Blocks of a cluster have neighbouring numbers, and so have key heads, which lie side by
-// side in memory.
+// How a launch divides its work. Blocks of a cluster have neighbouring numbers, and so have key heads, which lie side
+// by side in memory.
 struct Splits {
     static constexpr int kMostBlocks = 8;  // of a cluster
     // Warp-steps of a block before a sample is split once more, and in each work item with num_splits.
@@ -58,12 +58,13 @@ struct Splits {
         x.rows = int(std::min<int64_t>(packed_rows, Shape::kBlockM));
         const int64_t tiles = (packed_rows + Shape::kBlockM - 1) / Shape::kBlockM;
         const int64_t items = p.batch_size * p.nheads_k * tiles;
-        if (items > INT32_MAX / 512 || p.batch_size * tiles * (p.seqlen_k / Shape::block_keys(Shape::kNumWarps) + 1) > INT32_MAX / 2)
-            throw std::invalid_argument("minimal_attn: the call has over 2^22 tiles of rows, or 2^30 steps of a tile and "
-                                        "its keys; divide the batch into several calls");
+        const int64_t block_steps = p.batch_size * tiles * (p.seqlen_k / Shape::block_keys(Shape::kNumWarps) + 1);
+        if (items > INT32_MAX / 512 || block_steps > INT32_MAX / 2)
+            throw std::invalid_argument("minimal_attn: the call has over 2^22 tiles of rows, or 2^30 steps of a tile "
+                                        "and its keys; divide the batch into several calls");
         x.tiles = int(tiles), x.items = int(items), x.cluster = 1;
-        // Clusters fill the multiprocessors once: a block has a multiprocessor for itself, and twice as many warps if it
-        // may. With num_splits nothing depends on the batch. Large clusters are slow where there are many.
+        // Clusters fill the multiprocessors once: a block has a multiprocessor for itself, and twice as many warps if
+        // it may. With num_splits nothing depends on the batch. Large clusters are slow where there are many.
         const int most_blocks = compute_capability() < 90 ? 1 : p.num_splits ? std::min(2, p.num_splits) : kMostBlocks;
         auto has_room = [&] {
             return 2 * x.cluster * items <= p.num_sms || (!may_double && x.cluster == 1 && items <= p.num_sms);
@@ -88,11 +89,12 @@ struct Splits {
     }
     // Partial results in the workspace, see Plan::slot().
     int64_t slots(const DecodeParams &p) const {
-        return may_split ? p.nheads_k * (most ? p.batch_size * most : 8 * resident / p.nheads_k + 3 * p.batch_size + 1) : 0;
+        if (!may_split) return 0;
+        return p.nheads_k * (most ? p.batch_size * most : 8 * resident / p.nheads_k + 3 * p.batch_size + 1);
     }
-    template <typename Shape> static constexpr int pitch() { return Shape::kHeadDim + 2 * kMostBlocks; }
-    template <typename Shape> int64_t workspace_bytes(const DecodeParams &p) const {
-        return slots(p) * rows * int64_t(sizeof(float) * pitch<Shape>());
+    static constexpr int pitch(int head_dim) { return head_dim + 2 * kMostBlocks; }  // floats of a row there
+    int64_t workspace_bytes(const DecodeParams &p, int head_dim) const {
+        return slots(p) * rows * int64_t(sizeof(float) * pitch(head_dim));
     }
     // The next later item, and clusters that have ended. Then results of a sample's key head, one for each block.
     int64_t num_counters(const DecodeParams &p) const {

@@ -40,13 +40,14 @@ __device__ inline int load_from_block(const int &from, int rank) {
 }
 // "st.async" to the shared memory of a block of the cluster, whose barrier counts the bytes.
 __device__ inline void store_to_block(float4 &to, const float4 &x, Barrier &barrier, int rank) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     address_in_block(&to, rank)), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w),
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(address_in_block(&to, rank)), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w),
                  "r"(address_in_block(&barrier, rank)) : "memory");
 }
 __device__ inline void store_to_block(float2 &to, const float2 &x, Barrier &barrier, int rank) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-                     address_in_block(&to, rank)), "f"(x.x), "f"(x.y), "r"(address_in_block(&barrier, rank)) : "memory");
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+                 ::"r"(address_in_block(&to, rank)), "f"(x.x), "f"(x.y), "r"(address_in_block(&barrier, rank))
+                 : "memory");
 }
 // "barrier.cluster": all threads of the cluster wait for one another. Without .relaxed each block sees what the others
 // wrote, which takes a fence of the whole GPU.

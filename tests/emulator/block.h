@@ -142,7 +142,8 @@ struct Block {
     bool has_ended = false;
 
     Block(int threads, size_t shared_bytes)
-        : shared(threads, shared_bytes), has_arrived(threads), cluster_generation(threads), warps(threads / 32), stores(threads), copies(threads), acquired(threads),
+        : shared(threads, shared_bytes), has_arrived(threads), cluster_generation(threads), warps(threads / 32),
+          stores(threads), copies(threads), acquired(threads),
           products((threads + 127) / 128) {
         for (Warp &warp : warps) warp.registers = kRegisters / threads / 8 * 8;
     }

@@ -15,7 +15,7 @@ NO_KERNELS = (*(f"ptx/{name}.cuh" for name in ("sm80", "sm90", "memory", "cluste
               "host/cuda.h")
 
 PRIMITIVES = (
-    "__syncthreads", "__syncwarp", "barrier_sync", r"cluster_sync\w*",  # threads with threads
+    "__syncthreads", "__syncwarp", "barrier_sync", r"cluster_sync\w*", "cluster_wait",  # threads with threads
     "producer_acquire", "consumer_wait", r"consumer_release\w*", "mbarrier_wait",  # the ends of a ring of buffers
     "cp_async_wait", "__pipeline_wait_prior", r"tma_store_\w*wait\w*",  # threads with copies
     "fence_mbarrier_init", "fence_proxy_async",  # what other units see

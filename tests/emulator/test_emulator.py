@@ -56,8 +56,10 @@ KERNEL_CASES = {
                         "pages_3", "interleaved", "leftpad", "leftpad_pages", "batch_idx", "window", "window_both",
                         "softcap", "alibi", "sinks", "everything", "packed_shapes", "packed_joins", "packed_padding",
                         "packed_ones", "tiny_scale", "seqused_q", "no_splits", "tiles_and_splits", "three_splits",
-                        "scale_30", "clamped", "tree", "tree_tiles", "tree_64", "tree_causal"],
+                        "scale_30", "clamped", "tree", "tree_tiles", "tree_64", "tree_causal", "uneven",
+                        "uneven_heads"],
     "cache/decode_sm90.cu": ["tall_64", "tall_narrow", "tall_pages", "tall_splits", "tall_everything", "tall_tree",
+                             "tall_uneven",
                              "mixed_lengths", "mixed_padding", "all_kernels"],
     "cache/prefill_sm90.cu": ["prefill_pages", "prefill_interleaved", "prefill_leftpad", "prefill_batch_idx",
                               "prefill_clamped"],
@@ -87,9 +89,9 @@ SHOWN_TO = {
     "sm90/flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
     "sm90/tiles.cuh": SM90, "sm90/producer.cuh": SM90, "sm90/flash_sm90.cuh": SM90,
     "sm90/mods/bias.cuh": ["sm90_bias"], "cache/prefill_sm90.cu": ["prefill", "prefill_pages"],
-    "cache/decode.cu": ["one", "d64", "d128", "scale_30"], "cache/share.cuh": ["d64", "d128", "many"],
-    "cache/decode_sm90.cu": ["tall_64"], "cache/keys.cuh": ["d64", "d128"],
-    "cache/join.cuh": ["d64", "d128", "mqa", "many_rows", "packed", "three_splits"],
+    "cache/decode.cu": ["one", "d64", "d128", "scale_30"], "cache/work.cuh": ["uneven", "uneven_heads"],
+    "cache/decode_sm90.cu": ["tall_64", "tall_splits"],
+    "cache/combine.cuh": ["d64", "d128", "mqa", "many_rows", "packed", "three_splits", "uneven", "long"],
 }
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600),  # the first test compiles csrc
