@@ -135,11 +135,6 @@ inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
 inline float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
-// Two units in the last place off, as far as the GPU's may be.
-inline float __fdividef(float x, float y) {
-    const float to = threadIdx.x % 2 ? INFINITY : -INFINITY;
-    return std::nextafter(std::nextafter(x / y, to), to);
-}
 inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }
 inline void __trap() { emulator::fail("__trap"); }
 inline void __syncwarp() {
