@@ -72,6 +72,7 @@ struct RowSum {
     template <typename T, typename Shape>
     __device__ void store_output(const DecodeParams &p, const WorkItem<Shape> &item, int r, int col) {
         const PackedRow<Shape> at(item, r);
+        const bool has_keys = row_sum != 0.f;  // o may be 0 · NaN otherwise
         float factor = 1.f;
         if (const float *sink = sink_of<float>(p, at.head))
             factor = add_sink(row_max, row_sum, *sink * 1.4426950408889634f);
@@ -79,23 +80,24 @@ struct RowSum {
             static_cast<float *>(p.lse)[lse_index(p, item.seq.q_begin, item.b, at.head) + at.token] =
                 row_sum == 0.f ? -INFINITY : float(row_max * 0.6931471805599453 + logf(row_sum));
         if (col >= p.head_dim_v) return;
-        factor = row_sum == 0.f ? 0.f : factor / row_sum;
-        *reinterpret_cast<uint2 *>(rows_of<T>(p.o, item.b, at.head, item.seq.q_begin + at.token) + col) = {
-            pack<T>(o.x * factor, o.y * factor), pack<T>(o.z * factor, o.w * factor)};
+        factor /= row_sum;
+        const uint2 row = {pack<T>(o.x * factor, o.y * factor), pack<T>(o.z * factor, o.w * factor)};
+        *reinterpret_cast<uint2 *>(rows_of<T>(p.o, item.b, at.head, item.seq.q_begin + at.token) + col) =
+            has_keys ? row : uint2{};
     }
 };
 
 // Partial results of the blocks of a cluster, for the columns of one: its share of a tile's rows, four by four.
 template <typename Shape> struct ClusterResults {
-    float4 o[Shape::kBlockM * Shape::kHeadDim / 4 + Splits::kMostBlocks];  // `share` of each block
-    float2 ends[Splits::kMostBlocks][Shape::kBlockM];
+    float4 o[Shape::kBlockM * Shape::kHeadDim / 4 + Splits::kMaxBlocks];  // `share` of each block
+    float2 ends[Splits::kMaxBlocks][Shape::kBlockM];
 };
 
 // Ends a work item: adds the partial results of a block's warps, of the cluster's blocks, and of the sample's work
 // items. Threads have called cluster_arrive_relaxed() since the last step. Item n of this block ends phase n of `full`.
 template <typename T, typename Shape>
 __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler, const WorkItem<Shape> &item,
-                        const PartialResult<Shape> *parts, ClusterResults<Shape> &results, uint64_t &full,
+                        const PartialResult<Shape> *parts, ClusterResults<Shape> &results, Barrier &full,
                         uint32_t &parity) {
     constexpr int kHeadDim = Shape::kHeadDim, kVecs = kHeadDim / 4, kPitch = Splits::pitch(kHeadDim);
     const Splits &splits = scheduler.splits;
@@ -105,7 +107,7 @@ __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler
     const int64_t size = int64_t(splits.rows) * kPitch, stride = p.nheads_k * size;
     float *const result = static_cast<float *>(p.workspace) + item.slot * size;  // of this work item
     auto store = [&](RowSum &sum, int r, int col) {
-        // Each rank has its own end of a row: it is who will read it.
+        // Each rank has an end of a row of its own: the rank that writes it reads it.
         if (item.num_splits > 1) sum.store(result + r * kPitch, col, kHeadDim + 2 * rank);
         else sum.template store_output<T>(p, item, r, col);
     };

@@ -102,7 +102,7 @@ template <typename T, typename Shape> struct WarpKeys {
 };
 
 template <typename T, typename Shape>
-__global__ void __launch_bounds__(32 * Shape::kMostWarps, 1)
+__global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
     decode(const __grid_constant__ DecodeParams p, const __grid_constant__ Splits splits,
            const __grid_constant__ Scores<> scores, const __grid_constant__ ScoreFactors<float> factors,
            int num_stages) {
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(32 * Shape::kMostWarps, 1)
 #endif
     if (p.phase == Phase::kAlone) wait_for_previous_kernel();
     Scheduler<Shape> scheduler(p, splits, shared.scheduler);
-    for (Place at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
+    for (ItemIndex at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
         const WorkItem<Shape> item(p, splits, scheduler.plan, at);
         if (item.rows == 0) continue;
         const int begin = item.begin + scheduler.rank * splits.block_keys + warp_idx * Shape::kWarpKeys;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(32 * Shape::kMostWarps, 1)
         for (int key = begin; key < item.end; key += splits.step_keys)
             attend<T>(shared.q, keys.next(), acc_o, softmax, item, key, p, scores, factors);
 #if MINIMAL_ATTN_HAS_CLUSTERS
-        if (splits.cluster > 1) cluster_arrive_relaxed();
+        if (splits.cluster > 1) cluster_arrive_relaxed();  // this block has read its keys
 #endif
         let_next_kernel_begin();
         scheduler.take_next();
@@ -159,17 +159,17 @@ template <typename Shape> struct Launch {
                        (WarpsMemory<Shape>::bytes(num_warps, num_stages) + kSystemBytes));
         };
         const int blocks_per_sm = std::min(2, blocks_with(Shape::kNumWarps, 2));
-        splits = Splits::make<Shape>(p, blocks_per_sm, blocks_with(Shape::kMostWarps, 2) > 0);
-        const int blocks = splits.num_warps == Shape::kMostWarps ? 1 : blocks_per_sm;
+        splits = Splits::make<Shape>(p, blocks_per_sm, blocks_with(Shape::kMaxWarps, 2) > 0);
+        const int blocks = splits.num_warps == Shape::kMaxWarps ? 1 : blocks_per_sm;
         if (blocks_with(splits.num_warps, 3) >= blocks) num_stages = 3;
     }
 };
 
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
-    if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     const auto [num_stages, splits] = Launch<Shape>(p);
-    // Where blocks are alone, the next kernel's would gather on other multiprocessors.
-    launch_clusters(!splits.are_alone, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
+    // Blocks that need a multiprocessor each would gather on those that the kernel before leaves free, if they began
+    // before its end. Launches of a mixed batch overlap all the same.
+    launch_clusters(!splits.are_alone || p.phase != Phase::kAlone, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
                     32 * splits.num_warps, WarpsMemory<Shape>::bytes(splits.num_warps, num_stages), p.stream, p, splits,
                     Scores<>(p), ScoreFactors<float>(p), num_stages);
 }

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(32 * Shape::kNumWarps, 2)
     const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     int stage = 0;
     uint32_t parity = 0, results_parity = 0;
-    for (Place at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
+    for (ItemIndex at = scheduler.first(); at.b >= 0; at = scheduler.next(at)) {
         const WorkItem<Shape> item(p, splits, scheduler.plan, at);
         if (item.rows == 0) continue;
         const int begin = item.begin + scheduler.rank * Shape::kBlockN;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(32 * Shape::kNumWarps, 2)
             if (loads) keys.load(shared.stages[stage], shared.full[stage]);
             stage = stage + 1 == Shape::kStages ? 0 : stage + 1, parity ^= stage == 0;
         }
-        if (splits.cluster > 1) cluster_arrive_relaxed();
+        if (splits.cluster > 1) cluster_arrive_relaxed();  // this block has read its keys
         let_next_kernel_begin();
         scheduler.take_next();
         shared.end.partial.store(item, acc_o, softmax, threadIdx.x / 32 * 16);
@@ -158,7 +158,6 @@ template <typename Shape> Splits splits_of(const DecodeParams &p) { return Split
 
 template <typename T, typename Shape> void launch_decode(DecodeParams p) {
     static_assert(2 * (sizeof(DecodeMemory<Shape>) + 1024) <= 228 << 10);  // the GPU takes 1 KB of each block
-    if (p.batch_size == 0 || p.nheads == 0 || p.seqlen_q == 0) return;
     p.box_rows = cache_box_rows(p, Shape::kBlockN);
     const Splits splits = splits_of<Shape>(p);
     launch_clusters(true, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,

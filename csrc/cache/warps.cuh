@@ -13,7 +13,7 @@ namespace decoding {
 // A warp has 32 keys of a step at head_dim 64, otherwise 16: 4 or 8 KB of K, and of V.
 template <int kHeadDim_, int kBlockM_> struct WarpShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kMTiles = kBlockM / 16;
-    static constexpr int kNumWarps = kHeadDim == 256 ? 2 : 4, kMostWarps = 2 * kNumWarps;
+    static constexpr int kNumWarps = kHeadDim == 256 ? 2 : 4, kMaxWarps = 2 * kNumWarps;
     static constexpr int kWarpKeys = kHeadDim == 64 ? 32 : 16, kAlignment = kWarpKeys;
     static constexpr bool kWarpsHaveKeys = true;  // of their own
     static constexpr int block_keys(int num_warps) { return num_warps * kWarpKeys; }
@@ -55,7 +55,7 @@ template <typename Shape> struct alignas(1024) WarpStage {
 template <typename Shape> struct WarpsMemory {
     alignas(1024) uint16_t q[Shape::kBlockM * Shape::kHeadDim];
     typename Scheduler<Shape>::Shared scheduler;
-    uint64_t results_full;                // a barrier
+    Barrier results_full;
     union Buffer {
         WarpStage<Shape> stages[1];       // of the warps, as often as the ring has stages
         PartialResult<Shape> partial[1];  // of the warps after a work item's last step; then ClusterResults

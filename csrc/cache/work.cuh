@@ -33,9 +33,9 @@ __host__ __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x 
 // How a launch divides its work. Blocks of a cluster have neighbouring numbers, and so have key heads, which lie side
 // by side in memory.
 struct Splits {
-    static constexpr int kMostBlocks = 8;  // of a cluster
+    static constexpr int kMaxBlocks = 8;  // of a cluster
     // Warp-steps of a block before a sample is split once more, and in each work item with num_splits.
-    static constexpr int kLeastWarpSteps = 128, kLeastFixed = 32;
+    static constexpr int kMinWarpSteps = 128, kMinFixed = 32;
     int group;                   // query heads of a key head
     uint32_t per_group;          // the next integer above 2^31 / group
     int rows;                    // of a partial result
@@ -44,8 +44,8 @@ struct Splits {
     int cluster, num_warps;      // blocks of a cluster, warps of a block
     int block_keys, step_keys;   // of a step of a block, and of a cluster
     int num_clusters, resident;  // of the launch; at most so many run at the same time
-    int most;                    // work items of a sample with num_splits; 0: as its batch needs
-    int least_steps;             // of a work item
+    int max_items;               // work items of a sample with num_splits; 0: as its batch needs
+    int min_steps;             // of a work item
     bool are_alone;              // blocks, on their multiprocessors: nothing hides where an item begins and ends
     bool may_split;              // a sample may have several work items
 
@@ -65,24 +65,26 @@ struct Splits {
         x.tiles = int(tiles), x.items = int(items), x.cluster = 1;
         // Clusters fill the multiprocessors once: a block has a multiprocessor for itself, and twice as many warps if
         // it may. With num_splits nothing depends on the batch. Large clusters are slow where there are many.
-        const int most_blocks = compute_capability() < 90 ? 1 : p.num_splits ? std::min(2, p.num_splits) : kMostBlocks;
+        const int max_blocks = compute_capability() < 90 ? 1 : p.num_splits ? std::min(2, p.num_splits) : kMaxBlocks;
         auto has_room = [&] {
-            return 2 * x.cluster * items <= p.num_sms || (!may_double && x.cluster == 1 && items <= p.num_sms);
+            return 2 * x.cluster * items <= p.num_sms || (blocks_per_sm > 1 && !may_double && x.cluster == 1 && items <= p.num_sms);
         };
-        while (2 * x.cluster <= most_blocks && (p.num_splits || has_room())) x.cluster *= 2;
+        while (2 * x.cluster <= max_blocks && (p.num_splits || has_room())) x.cluster *= 2;
         const int64_t few_keys = 2 * Shape::block_keys(Shape::kNumWarps) * x.cluster;
         const bool doubles = may_double && !p.num_splits && x.cluster * items <= p.num_sms && p.seqlen_k > few_keys;
         x.are_alone = doubles, x.num_warps = doubles ? 2 * Shape::kNumWarps : Shape::kNumWarps;
         x.block_keys = Shape::block_keys(x.num_warps), x.step_keys = x.block_keys * x.cluster;
-        x.most = p.num_splits / x.cluster;
-        x.least_steps = std::max(1, (x.most ? kLeastFixed : kLeastWarpSteps) / x.num_warps);
+        if (p.seqlen_k > INT32_MAX - 2 * x.step_keys)
+            throw std::invalid_argument("minimal_attn: a sample has over 2^31 - 4096 keys");
+        x.min_steps = std::max(1, (p.num_splits ? kMinFixed : kMinWarpSteps) / x.num_warps);
         const int64_t steps = p.seqlen_k / x.step_keys + 2;
-        x.may_split = x.most ? x.most > 1 && steps >= 2 * x.least_steps : steps > x.least_steps;
+        x.max_items = p.num_splits ? int(std::clamp<int64_t>(steps / x.min_steps, 1, p.num_splits / x.cluster)) : 0;
+        x.may_split = p.num_splits ? x.max_items > 1 : steps > x.min_steps;
         // More clusters than items only where these leave half of the GPU idle.
         x.resident = std::max(1, p.num_sms * (doubles ? 1 : blocks_per_sm) / x.cluster);
         const bool are_few = 2 * x.cluster * items <= p.num_sms;
         x.num_clusters = x.items;
-        if (x.may_split && x.most) x.num_clusters *= x.most;
+        if (x.may_split && x.max_items) x.num_clusters *= x.max_items;
         else if (x.may_split && are_few) x.num_clusters = std::max(x.items, x.resident);
         x.resident = std::min(x.num_clusters, x.resident);
         return x;
@@ -90,9 +92,9 @@ struct Splits {
     // Partial results in the workspace, see Plan::slot().
     int64_t slots(const DecodeParams &p) const {
         if (!may_split) return 0;
-        return p.nheads_k * (most ? p.batch_size * most : 8 * resident / p.nheads_k + 3 * p.batch_size + 1);
+        return p.nheads_k * (max_items ? p.batch_size * max_items : 8 * resident / p.nheads_k + 3 * p.batch_size + 1);
     }
-    static constexpr int pitch(int head_dim) { return head_dim + 2 * kMostBlocks; }  // floats of a row there
+    static constexpr int pitch(int head_dim) { return head_dim + 2 * kMaxBlocks; }  // floats of a row there
     int64_t workspace_bytes(const DecodeParams &p, int head_dim) const {
         return slots(p) * rows * int64_t(sizeof(float) * pitch(head_dim));
     }
@@ -106,11 +108,13 @@ struct Splits {
 template <typename Shape> struct Sample {
     Sequence seq;
     int num_rows, num_tiles;
-    int num_steps;  // for one tile with all rows
+    int num_steps;   // for one tile with all rows
+    bool may_split;  // its partial results fit the workspace
 
     __device__ Sample(const DecodeParams &p, const Splits &splits, int b) : seq(p, b) {
         num_rows = seq.is_served(p) ? seq.seqlen_q * splits.group : 0;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
+        may_split = splits.may_split && num_rows > 0 && num_rows <= splits.rows;
         const int begin = max(0, seq.seqlen_k - seq.seqlen_q - p.window_left) & -Shape::kAlignment;
         num_steps = num_tiles ? ceil_div(seq.seqlen_k - begin, splits.step_keys) : 0;
     }
@@ -122,11 +126,11 @@ struct Plan {
     bool has_later;    // in this batch
 
     __device__ int count(const Splits &splits, int num_steps) const {
-        if (splits.most) return max(1, min(splits.most, num_steps / splits.least_steps));
+        if (splits.max_items) return max(1, min(splits.max_items, num_steps / splits.min_steps));
         return num_steps <= first ? 1 : 1 + ceil_div(num_steps - first, later);
     }
     __device__ Range steps(const Splits &splits, int num_steps, int split) const {
-        if (splits.most) {
+        if (splits.max_items) {
             const int size = ceil_div(num_steps, count(splits, num_steps));
             return {split * size, min(num_steps, (split + 1) * size)};
         }
@@ -135,12 +139,12 @@ struct Plan {
     // The first slot of a sample's key heads, with the steps of the samples before it. The next sample's is at least
     // count() further, as first >= later.
     __device__ int slot(const Splits &splits, int b, int steps_before) const {
-        return splits.most ? b * splits.most : steps_before / later + b;
+        return splits.max_items ? b * splits.max_items : steps_before / later + b;
     }
 };
 
 // A work item before its lengths are known. No more items: b is -1.
-struct Place {
+struct ItemIndex {
     int b, h_k, tile, split, first_slot;
 };
 
@@ -159,7 +163,7 @@ template <typename Shape> struct WorkItem {
     int num_splits, split;     // work items of the sample, and the number of this one
     int slot;                  // of its result in the workspace
 
-    __device__ WorkItem(const DecodeParams &p, const Splits &splits, const Plan &plan, const Place &at)
+    __device__ WorkItem(const DecodeParams &p, const Splits &splits, const Plan &plan, const ItemIndex &at)
         : b(at.b), h_k(at.h_k), group(splits.group), per_group(splits.per_group), num_splits(1), split(at.split),
           slot((at.first_slot + at.split) * p.nheads_k + at.h_k) {
         const Sample<Shape> sample(p, splits, b);
@@ -172,7 +176,7 @@ template <typename Shape> struct WorkItem {
         keys = {first.begin, last.end};
         full = {last.begin, p.tree_mask ? seq.seqlen_k - seq.seqlen_q : first.end};
         begin = keys.begin & -Shape::kAlignment, end = keys.end;
-        if (splits.may_split && sample.num_tiles == 1) num_splits = plan.count(splits, sample.num_steps);
+        if (sample.may_split) num_splits = plan.count(splits, sample.num_steps);
         if (split >= num_splits) rows = 0;
         if (num_splits == 1) return;
         const Range steps = plan.steps(splits, sample.num_steps, split);
@@ -200,7 +204,7 @@ template <typename Shape> struct PackedRow {
 // A cluster's work items, one after another.
 template <typename Shape> struct Scheduler {
     struct Shared {
-        int sums[32][3];  // of the warps
+        int sums[8][3];   // of the warps
         int next[2];      // later items, by turns
         int arrived;
     };
@@ -216,9 +220,9 @@ template <typename Shape> struct Scheduler {
         : p(p), splits(splits), shared(shared), cluster_idx(floor_div(blockIdx.x, splits.cluster)),
           rank(blockIdx.x - cluster_idx * splits.cluster) {}
 
-    __device__ Place first() {
+    __device__ ItemIndex first() {
         // With num_splits each work item has a cluster of its own, or none if the sample has fewer.
-        const int split = splits.num_clusters > splits.items && splits.most ? floor_div(cluster_idx, splits.items) : 0;
+        const int split = splits.max_items ? floor_div(cluster_idx, splits.items) : 0;
         const int index = cluster_idx - split * splits.items;
         const int heads = floor_div(index, p.nheads_k), h_k = index - heads * p.nheads_k;
         const int b = splits.tiles == 1 ? heads : floor_div(heads, splits.tiles);
@@ -231,9 +235,9 @@ template <typename Shape> struct Scheduler {
         if (!has_taken && plan.has_later && rank == 0 && threadIdx.x == 0) shared.next[turn] = atomicAdd(p.counters, 1);
         has_taken = true;
     }
-    __device__ Place next(const Place &at) {
+    __device__ ItemIndex next(const ItemIndex &at) {
         // A sample of a packed batch may have more rows than max_seqlen_q.
-        if (p.cu_seqlens_q && at.tile + splits.tiles < Sample<Shape>(p, splits, at.b).num_tiles)
+        if (p.cu_seqlens_q && at.split == 0 && at.tile + splits.tiles < Sample<Shape>(p, splits, at.b).num_tiles)
             return {at.b, at.h_k, at.tile + splits.tiles, 0, at.first_slot};
         return later();
     }
@@ -241,12 +245,12 @@ template <typename Shape> struct Scheduler {
   private:
     // By all threads. Returns the first slot of sample b.
     __device__ int make_plan(int b) {
-        if (splits.most) return plan.slot(splits, b, 0);
+        if (splits.max_items) return plan.slot(splits, b, 0);
         int total = 0, before = 0, longest = 0;
         for (int i = threadIdx.x; i < p.batch_size; i += blockDim.x) {
             const Sample<Shape> sample(p, splits, i);
             total += sample.num_tiles * sample.num_steps, before += i < b ? sample.num_steps : 0;
-            if (sample.num_tiles == 1) longest = max(longest, sample.num_steps);
+            if (sample.may_split) longest = max(longest, sample.num_steps);
         }
         for (int lanes = 16; lanes > 0; lanes /= 2) {
             total += __shfl_xor_sync(~0u, total, lanes), before += __shfl_xor_sync(~0u, before, lanes);
@@ -261,16 +265,17 @@ template <typename Shape> struct Scheduler {
             total += sums[0], before += sums[1], longest = max(longest, sums[2]);
         }
         // Nearly equal samples stay whole. Later items are small, as they fill what first ones leave.
-        const int of_cluster = int((int64_t(total) * p.nheads_k + splits.resident - 1) / splits.resident);
+        const int64_t of_clusters = int64_t(total) * p.nheads_k;
+        const int of_cluster = int(min(int64_t(total), (of_clusters + splits.resident - 1) / splits.resident));
         const int mean = min(of_cluster, ceil_div(total, int(p.batch_size)));
-        plan.first = max(splits.least_steps, mean + mean / 8);
-        plan.later = min(plan.first, max(ceil_div(splits.least_steps, 8), ceil_div(of_cluster, 8)));
+        plan.first = max(splits.min_steps, mean + mean / 8);
+        plan.later = min(plan.first, max(ceil_div(splits.min_steps, 8), ceil_div(of_cluster, 8)));
         plan.has_later = longest > plan.first;
         return plan.slot(splits, b, before);
     }
 
     // A later item of some sample, by all threads of the cluster.
-    __device__ Place later() {
+    __device__ ItemIndex later() {
         if (!plan.has_later) return {-1};
         take_next();
         __syncthreads();  // the item is known
@@ -289,7 +294,7 @@ template <typename Shape> struct Scheduler {
             if (b0 + lane_idx < p.batch_size) {
                 const Sample<Shape> sample(p, splits, b0 + lane_idx);
                 steps = sample.num_steps;
-                if (sample.num_tiles == 1) items = (plan.count(splits, steps) - 1) * p.nheads_k;
+                if (sample.may_split) items = (plan.count(splits, steps) - 1) * p.nheads_k;
             }
             int items_end = items, steps_end = steps;
             for (int lanes = 1; lanes < 32; lanes *= 2) {

@@ -40,11 +40,12 @@ int num_sms() {
     return once_per_device([](int device) { return attribute(cudaDevAttrMultiProcessorCount, device); });
 }
 bool can_launch_early() {
-    return once_per_device([](int device) {
+    auto has_driver = [](int) {
         int driver;
         device::check_cuda(cudaDriverGetVersion(&driver));
-        return 1 + (attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9 && driver >= 12030);
-    }) == 2;
+        return 1 + (driver >= 12030);
+    };
+    return compute_capability() >= 90 && once_per_device(has_driver) == 2;
 }
 size_t max_shared_memory() {
     return once_per_device([](int device) { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); });

@@ -85,11 +85,12 @@ TwoTensors flash_decode(const TorchTensor &q, const TorchTensor &k,
     TorchTensor out = new_out(q, v), lse = make_empty({q.size(0), p.nheads, p.seqlen_q}, lse_dtype(q), q);
     p.o = tensor_of(out, kBHSD, p.cu_seqlens_q), p.lse = lse.data_ptr();
 #if MINIMAL_ATTN_CUDA
+    if (q.is_cuda() && q.numel() == 0) return {out, lse};
     if (q.is_cuda()) {
         const Gpu gpu{compute_capability(), has_fast_fp64()};
         if (const Reason reason = why_not(Kernel::kSm80, p, gpu, false))
             throw_not_implemented("backend='cuda' cannot serve this call: " + *reason + "; use backend='triton'");
-        const FewestRows fewest = q.numel() ? fewest_rows(p, gpu) : FewestRows{};
+        const FewestRows fewest = fewest_rows(p, gpu);
         Workspaces workspaces(p, fewest, q);
         launch_by_rows(
             p, fewest, num_sms(), can_launch_early(), [&](const DecodeParams &p) { workspaces.prefill(p, q); },

@@ -93,8 +93,8 @@ def test_sinks_of_any_memory(impl):
     assert_close(got, want.sum()[None])
 
 
-@pytest.mark.parametrize("name, backend", [("sinks", "torch"), ("attn_bias", "torch"), (None, "cuda")])
-def test_auto_counts_sinks_and_biases_among_what_wants_gradients(name, backend, monkeypatch):
+@pytest.mark.parametrize("is_counted, backend", [(True, "torch"), (False, "cuda")])
+def test_auto_counts_all_that_wants_gradients(is_counted, backend, monkeypatch):
     """Under a transform of torch.func, where it takes torch for gradients."""
     monkeypatch.setattr(choice, "_first_available", lambda: "cuda")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)

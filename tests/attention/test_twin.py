@@ -126,7 +126,7 @@ def test_fp8_descale_of_0_and_below():
 def test_unsupported_fp8_and_descales_raise():
     (q, k, v), descales = fp8_inputs(Case("", B=2, Sq=20, Sk=20), torch.float8_e5m2)
     for backend in ("auto", "cuda", "triton", "torch", "reference"):
-        with pytest.raises(ValueError, match="v_descale is for float8 inputs"):
+        with pytest.raises(ValueError, match="v_descale are for float8 inputs"):
             flash_attention(q.float(), k.float(), v.float(), v_descale=descales["v_descale"], backend=backend)
     with pytest.raises(ValueError, match="attn_bias cannot be given with float8 inputs, and q is torch.float8_e5m2"):
         flash_attention(q, k, v, attn_bias=torch.ones(20, 20, dtype=torch.bool, device=DEVICE), backend="reference")
@@ -161,7 +161,7 @@ def test_fp8_of_batches(batch):
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.double(), want, rtol=6e-2, atol=0.1)  # probabilities in e4m3 have 4 bits
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=2e-3)
-    with pytest.raises(ValueError, match="v_descale must have shape"):
+    with pytest.raises(ValueError, match="v_descale must be float32 of shape"):
         flash_attention(q, k, v, **options | {"v_descale": descales["v_descale"][:1]}, backend="triton")
 
 

@@ -14,8 +14,10 @@ from cached_calls import BACKENDS, DEVICE, GARBAGE, Call, by_loop, check_call, c
 from cases import check_drawn, check_error, check_lse, each_seed
 from conftest import HAS_GPU, needs_gib
 from minimal_attn import attention as interface, attention_with_kvcache, flash_attn_with_kvcache, pack_tree_mask
+from minimal_attn.backends import triton as twin
 from minimal_attn.options import Cache, Lengths, Options
 
+twin.why_not_imported()  # registers the twin and its ops
 cpu = pytest.mark.cpu
 
 

@@ -71,9 +71,9 @@ def test_memory_of_a_call_is_freed_after_its_last_launch():
     rows = PREFILL, 1, TALL
     begins = ints(0, *itertools.accumulate(rows))
     q = torch.randn(1, 8, sum(rows), 64, dtype=torch.float16, device="cuda")
-    k, v = torch.randn(2, 3, 2, 2048, 64, dtype=torch.float16, device="cuda")
+    k, v = torch.randn(2, 3, 2, 8192, 64, dtype=torch.float16, device="cuda")
     torch.cuda.memory._record_memory_history(context=None)
-    attention_with_kvcache(q, k, v, causal=True, cu_seqlens_q=begins, max_seqlen_q=PREFILL, num_splits=2,
+    attention_with_kvcache(q, k, v, causal=True, cu_seqlens_q=begins, max_seqlen_q=PREFILL, num_splits=8,
                            backend="cuda")
     snapshot = torch.cuda.memory._snapshot()
     torch.cuda.memory._record_memory_history(enabled=None)
