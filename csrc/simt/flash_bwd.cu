@@ -131,6 +131,14 @@ template <typename T, typename Tiles, bool kOwnsKeys> struct Walk {
     __device__ const Stage &next() { return next_stage(stages, at, [&] { load(); }); }
 };
 
+// Products become scores, and dP the derivative by them.
+template <bool kOwnsKeys, typename Mods, typename Grid, typename Sum, int kRows, int kCols>
+__device__ void modify(const Mods &scores, const Grid &grid, Sum (&dP)[kRows][kCols]) {
+    auto of_row = [&](int i, int j) -> Sum & { return kOwnsKeys ? dP[j][i] : dP[i][j]; };
+    if constexpr (kOwnsKeys) scores.apply(transposed(grid), of_row);
+    else scores.apply(grid, of_row);
+}
+
 template <typename T, typename Tiles, bool kOwnsKeys, bool kMods>
 __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     flash_bwd(const AttnBackwardParams p, const bool aligned) {
@@ -210,12 +218,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
                 for (int c = 0; c < kCols; c++)
                     dP[i][c] = (keeps(i, c) ? dP[i][c] * keep_scale : Sum(0)) - delta[kOwnsKeys ? c : i];
             const auto scores = scores_of<kMods, T>(p, seq, tile.b, h);
-            if constexpr (kMods) {
-                const auto grid = grid_tile<kTy, kTx>(S, own0, ty, walk0, tx);
-                if constexpr (kOwnsKeys)
-                    scores.apply(transposed(grid), [&](int i, int j) -> Sum & { return dP[j][i]; });
-                else scores.apply(grid, [&](int i, int j) -> Sum & { return dP[i][j]; });
-            }
+            if constexpr (kMods) modify<kOwnsKeys>(scores, grid_tile<kTy, kTx>(S, own0, ty, walk0, tx), dP);
 #pragma unroll
             for (int i = 0; i < kRows; i++)
 #pragma unroll
