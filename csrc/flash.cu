@@ -13,8 +13,7 @@
 //   O = alpha · O + P Vj                   after the last tile, O / l and lse = scale · m + log(l) are stored
 //
 // Thread (ty, tx) of a kTy × kTx grid computes kRows × kCols of S and kRows × kDims of O. The threads of a row are in
-// one warp, so P and the row maxima need no barrier of the block. Kj and Vj come in stages: one is loaded while the one
-// before it is multiplied.
+// one warp: P and row maxima need no barrier of the block. A stage of Kj or Vj is loaded while the last is multiplied.
 #include "simt/tiles.h"
 
 namespace simt {

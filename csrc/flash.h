@@ -1,5 +1,4 @@
-// The contract between host and kernels: plain structs, and the functions that take them. No torch here. flash_bwd.h
-// has the backward pass, flash_cache.h caches of keys and values.
+// The contract between host and kernels, without torch. flash_bwd.h and flash_cache.h have more of it.
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,6 @@ struct AttnBackwardParams : AttnParams {
 
 // flash_backward enqueues dq, dk, dv and dbias. A row that lengths or a window leave without keys adds nothing to dk
 // and dv, whatever its dout and dlse; its dq is 0. Where a bias alone hides all keys of a row, its dout must be finite.
-// All throw std::runtime_error when a kernel cannot be launched.
 namespace simt {
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd.cu
 void preprocess_backward(const AttnBackwardParams &p);    // flash_bwd.cu: delta and lse_log2, for every backward pass
@@ -33,6 +32,4 @@ void flash_backward_wide(const AttnBackwardParams &p);    // flash_bwd_wide_sm90
 int64_t backward_workspace(const AttnBackwardParams &p);  // bytes, of both
 int64_t backward_workspace_wide(const AttnBackwardParams &p);
 }
-namespace host {
-void flash_backward(const AttnBackwardParams &p);         // flash_bwd.cu on the CPU; returns when it is done
-}
+namespace host { void flash_backward(const AttnBackwardParams &p); }  // flash_bwd.cu on the CPU; returns when done

@@ -55,9 +55,7 @@ struct AppendParams {
     void *stream;
 };
 
-namespace simt {
-void append_kvcache(const AppendParams &p);              // append.cu
-}
+namespace simt { void append_kvcache(const AppendParams &p); }  // append.cu
 namespace sm80 {
 void flash_decode(const DecodeParams &p);                // decode.cu
 int64_t decode_workspace(const DecodeParams &p);         // bytes
@@ -69,6 +67,4 @@ void flash_decode(const DecodeParams &p);                // decode_sm90.cu
 int64_t decode_workspace(const DecodeParams &p);         // bytes
 int64_t num_decode_counters(const DecodeParams &p);
 }
-namespace host {
-void append_kvcache(const AppendParams &p);
-}
+namespace host { void append_kvcache(const AppendParams &p); }

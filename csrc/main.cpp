@@ -9,13 +9,8 @@ namespace minimal_attn {
 
 namespace py = pybind11;
 
-// fast_path.cpp
-py::object fast_forward(py::handle warn_slow, py::handle q, py::handle k, py::handle v, py::handle causal,
-                        py::handle softmax_scale, bool seq_major, bool return_lse, bool deterministic,
-                        py::handle window_size, py::tuple lengths, py::handle sinks);
-
-// sdpa_override.cpp
-void define_sdpa_override(py::module_ &m);
+void define_fast_path(py::module_ &m);      // fast_path.cpp
+void define_sdpa_override(py::module_ &m);  // sdpa_override.cpp
 
 namespace {
 
@@ -50,7 +45,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #ifdef MINIMAL_ATTN_DIGEST
     m.attr("csrc_digest") = C10_STRINGIZE(MINIMAL_ATTN_DIGEST);  // see _build.py
 #endif
-    m.def("fast_forward", &fast_forward);
+    define_fast_path(m);
     // Without the dispatcher, for attention.py.
     m.def("flash_forward", &with_options<&flash_forward>, py::call_guard<py::gil_scoped_release>());
     m.def("differentiable_forward", &with_options<&differentiable_forward>, py::call_guard<py::gil_scoped_release>());

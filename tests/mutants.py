@@ -114,7 +114,7 @@ MUTANTS = [
      "seen_keys<64>(p, work, key0()), shared.sOtherK);",
      kernel("sm90/bwd/flash_bwd_wide_sm90.cu")),
     ("csrc/sm90/bwd/flash_bwd_wide_sm90.cu", "bwd_wide_keeps_the_pair_waiting",
-     "if (c == 0) consumer_release_to_block(shared.ds, i, idx, 1 - rank);", "", kernel("sm90/bwd/flash_bwd_wide_sm90.cu")),
+     "if (idx == 0) mbarrier_arrive(shared.ds.empty[0], 1 - rank);", ";", kernel("sm90/bwd/flash_bwd_wide_sm90.cu")),
     ("csrc/sm90/bwd/producer.cuh", "bwd_sm90_zeros_keys_of_the_next",
      "min(kBlockN, work.seq.padded_k - tile.block * kBlockN), (cols", "kBlockN, (cols",
      kernel("sm90/bwd/flash_bwd_sm90.cu")),

@@ -1,5 +1,4 @@
-// The facade in one step, for CUDA calls that only launch a kernel: Python's checks and the dispatcher take longer
-// than a small attention.
+// The facade in one step, for plain CUDA calls: Python's checks and the dispatcher take longer than a small kernel.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -17,11 +16,6 @@ bool are_plain(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v) {
     for (const at::Tensor *x : {&q, &k, &v})
         if (!x->is_cuda() || x->is_nested() || x->dim() < 3 || x->numel() == 0 || x->stride(-1) != 1) return false;
     return !at::impl::torch_function_mode_enabled() && needs_no_dispatcher({&q, &k, &v});
-}
-
-bool is_autocast_to_another_dtype(const at::Tensor &q) {
-    return at::autocast::is_autocast_enabled(at::kCUDA) &&
-           at::autocast::get_autocast_dtype(at::kCUDA) != q.scalar_type();
 }
 
 // (left, right) with -1 for no bound, or nothing for unusual arguments.
@@ -46,8 +40,6 @@ bool take_optional(OptionalTensor &to, py::handle x) {  // takes None, or a plai
     to = THPVariable_Unpack(x.ptr());
     return needs_no_dispatcher({&*to}) && !(at::GradMode::is_enabled() && to->requires_grad());
 }
-
-}  // namespace
 
 // Returns out, (out, lse), or None for Python to serve or refuse the call. warn_slow gets the reason why tensor cores
 // cannot. seq_major: rows come before heads; a packed batch is 3D. lengths: see options.py.
@@ -74,7 +66,9 @@ py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::
         if (!take_optional(*x, *length++)) return py::none();
     if (!take_optional(options.sinks, sinks)) return py::none();
     const bool is_packed = options.cu_seqlens_q.has_value();
-    if ((seq_major && has_no_batch != is_packed) || is_autocast_to_another_dtype(q)) return py::none();
+    if (seq_major && has_no_batch != is_packed) return py::none();
+    if (at::autocast::is_autocast_enabled(at::kCUDA) && at::autocast::get_autocast_dtype(at::kCUDA) != q.scalar_type())
+        return py::none();
     if (options.sinks && at::isReducedFloatingType(options.sinks->scalar_type()))
         options.sinks = options.sinks->to(lse_dtype(q)).contiguous();
     AttnParams p{};
@@ -88,8 +82,7 @@ py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::
             auto heads_first = [&](const at::Tensor &x) {
                 return has_no_batch ? x.transpose(0, 1).unsqueeze(0) : seq_major ? x.transpose(1, 2) : x;
             };
-            auto [out, lse, reason] =
-                differentiable_forward(heads_first(q), heads_first(k), heads_first(v), options);
+            auto [out, lse, reason] = differentiable_forward(heads_first(q), heads_first(k), heads_first(v), options);
             if (has_no_batch) return {out.squeeze(0).transpose(0, 1), lse.squeeze(0), reason};
             return {seq_major ? out.transpose(1, 2) : out, lse, reason};
         }
@@ -99,5 +92,9 @@ py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::
     if (return_lse) return py::make_tuple(std::move(out), std::move(lse));
     return py::cast(std::move(out));
 }
+
+}  // namespace
+
+void define_fast_path(py::module_ &m) { m.def("fast_forward", &fast_forward); }
 
 }  // namespace minimal_attn

@@ -38,8 +38,7 @@ std::optional<std::pair<Tensor, Tensor>> attend(const Tensor &q, const Tensor &k
 // Both alignments of a causal mask are one.
 bool is_square(const Tensor &q, const Tensor &k) { return q.dim() == 4 && k.dim() == 4 && q.size(2) == k.size(2); }
 
-class Before {
-  public:
+struct Before {
     Before(const char *name, c10::DispatchKey key)
         : op(c10::Dispatcher::singleton().findSchemaOrThrow(name, "")), key(key),
           kernel(op.getComputedKernelForDispatchKey(key)) {}
@@ -52,29 +51,18 @@ class Before {
         return c10::impl::PopResult<Result>::call(stack);
     }
 
-  private:
     c10::OperatorHandle op;
     c10::DispatchKey key;
     c10::SafeKernelFunction kernel;
 };
 
-class SdpaOverride {
-  public:
-    explicit SdpaOverride(const std::string &key_name)
-        : key(c10::parseDispatchKey(key_name)),
-          library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__) {
-        override_flash("aten::_scaled_dot_product_flash_attention");
-        override_cudnn("aten::_scaled_dot_product_cudnn_attention");
-        override_efficient("aten::_scaled_dot_product_efficient_attention");
-    }
-
-    void remove() { library.reset(); }
-
-  private:
-    c10::DispatchKey key;
+struct SdpaOverride {
     torch::Library library;
 
-    void override_flash(const char *name) {
+    explicit SdpaOverride(const std::string &key_name)
+        : library(torch::Library::IMPL, "aten", c10::parseDispatchKey(key_name), __FILE__, __LINE__) {
+        const c10::DispatchKey key = c10::parseDispatchKey(key_name);
+        const char *name = "aten::_scaled_dot_product_flash_attention";
         library.impl(name, [before = Before(name, key)](const Tensor &q, const Tensor &k, const Tensor &v,
                                                         double dropout_p, bool is_causal, bool return_debug_mask,
                                                         Scale scale) -> FlashResult {
@@ -86,9 +74,7 @@ class SdpaOverride {
                 }
             return before.call<FlashResult>(q, k, v, dropout_p, is_causal, return_debug_mask, scale);
         });
-    }
-
-    void override_cudnn(const char *name) {
+        name = "aten::_scaled_dot_product_cudnn_attention";
         library.impl(name, [before = Before(name, key)](const Tensor &q, const Tensor &k, const Tensor &v,
                                                         const OptionalTensor &bias, bool compute_lse, double dropout_p,
                                                         bool is_causal, bool return_debug_mask,
@@ -104,9 +90,7 @@ class SdpaOverride {
                 }
             return before.call<FlashResult>(q, k, v, bias, compute_lse, dropout_p, is_causal, return_debug_mask, scale);
         });
-    }
-
-    void override_efficient(const char *name) {
+        name = "aten::_scaled_dot_product_efficient_attention";
         library.impl(name, [before = Before(name, key)](const Tensor &q, const Tensor &k, const Tensor &v,
                                                         const OptionalTensor &bias, bool compute_lse, double dropout_p,
                                                         bool is_causal, Scale scale) -> EfficientResult {
@@ -129,7 +113,7 @@ class SdpaOverride {
 void define_sdpa_override(pybind11::module_ &m) {
     pybind11::class_<SdpaOverride>(m, "SdpaOverride")
         .def(pybind11::init<std::string>())
-        .def("remove", &SdpaOverride::remove);
+        .def("remove", [](SdpaOverride &x) { x.library.reset(); });
 }
 
 }  // namespace minimal_attn

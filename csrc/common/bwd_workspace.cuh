@@ -6,7 +6,6 @@
 #include "common/launch.h"
 #include "common/mask.cuh"
 #include "ptx/memory.cuh"
-#include "ptx/sm80.cuh"
 
 // Splits of a tile of keys, each for whole query heads. To be worth their sums in memory, each has at least 1024 rows,
 // masked or not, and all have no more sums than the group has elements of Q. If Shape::kFillsGpu, one sample needs them

@@ -17,8 +17,7 @@ __device__ inline bool Sequence::is_served(const DecodeParams &p) const {
     return seqlen_q >= p.min_rows && seqlen_q <= p.max_rows;
 }
 
-// The sample of a row of a padded or packed tensor: row i of sample b is row `row` of element `batch`. Rows after the
-// last packed sample count as a part of it.
+// The sample of a row: row i of sample b is row `row` of element `batch`. The last packed sample has all rows after it.
 struct SampleRow {
     int b, i, row, batch;
 

@@ -4,8 +4,7 @@
 #include "common/scheduler.cuh"
 #include "flash_bwd.h"
 
-// A Number by which the GPU divides with a product and a shift (Granlund and Montgomery, Division by invariant
-// integers, 1994). The host makes it.
+// A Number that divides by a product and a shift (Granlund and Montgomery, Division by invariant integers, 1994).
 struct Divisor {
     uint32_t value, multiplier = 0, shift = 0;
     __host__ __device__ explicit Divisor(uint32_t value) : value(value) {

@@ -1,6 +1,5 @@
 // Which tile of the result a block of threads computes. Blocks that run at the same time have tiles of a few heads, so
-// that they share K and V (or Q and dO) in L2. The tiles that take longest under a causal mask go first, except in a
-// deterministic backward pass.
+// that they share K and V (or Q and dO) in L2. The longest tiles of a causal mask go first, unless deterministic.
 #pragma once
 
 #include "common/sequence.cuh"

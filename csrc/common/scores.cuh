@@ -3,8 +3,7 @@
 //   forward    score = sign · q·k                P = exp2(softmax_scale_log2 · score - row_max)
 //   backward   P = exp(softmax_scale · q·k - lse)    d(q·k) = softmax_scale · dS
 //
-// The factor of the softmax is above 0, so that a masked score of -inf stays -inf. A negative scale therefore flips the
-// scores, and a scale of 0 makes all of them 0.
+// The factor of the softmax is above 0: -inf must stay -inf. A negative scale flips the scores, and 0 makes all 0.
 #pragma once
 
 #include <cmath>
@@ -40,9 +39,8 @@ template <typename Sum = float> struct Scores {
         }
     }
 
-    // P of the backward pass in fp32 and fp64. Large scores and their lse cancel, so one FMA rounds the difference
-    // once, before the factor log2(e). Only rounding makes it positive: -|x| keeps P finite. A row without keys has lse
-    // -inf.
+    // P of the backward pass in fp32 and fp64; lse is -inf without keys. Large scores and their lse cancel, so one FMA
+    // rounds the difference once, before the factor log2(e). Only rounding makes it positive: -|x| keeps P finite.
     __device__ Sum probability(Sum qk, Sum lse) const {
         return lse == -INFINITY ? Sum(0) : exp2(-fabs(fma(qk, softmax_scale, -lse)) * kLog2E);
     }

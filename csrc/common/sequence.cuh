@@ -1,5 +1,4 @@
-// The lengths of one sample and where its rows are in memory. Lengths may be known to the GPU alone: only this file and
-// cache_sequence.cuh read them.
+// The lengths of one sample and where its rows are. Only this file and cache_sequence.cuh read lengths in GPU memory.
 #pragma once
 
 #include "flash.h"

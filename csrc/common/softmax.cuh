@@ -21,8 +21,7 @@ template <typename Op> __device__ float quad_reduce(float x, Op op) {
     return op(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// Adds a sink, a score in units of log2, to the sum of a row. Returns the factor of the terms so far. A sink beyond
-// fp32 counts as FLT_MAX.
+// Adds a sink, a score in units of log2, at most FLT_MAX, to the sum of a row. Returns the factor of the terms so far.
 __device__ inline float add_sink(float &row_max, float &row_sum, float sink_log2) {
     if (sink_log2 > FLT_MAX) sink_log2 = FLT_MAX;
     const float new_max = fmaxf(row_max, sink_log2), factor = ptx::exp2_approx(row_max - new_max);

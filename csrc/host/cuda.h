@@ -1,9 +1,8 @@
 // The folder host/ compiles the kernels of simt/ for the CPU, where debuggers and sanitizers see every access. Order in
-// host/: fiber.h, cuda.h, flash_host.cpp, flash_bwd_host.cpp, append_host.cpp.
+// host/: fiber.h, cuda.h, flash_host.cpp, flash_bwd_host.cpp.
 //
 // Just enough of CUDA for a C++20 compiler. Blocks run one after another. Threads are fibers that run to the next
-// barrier. ThreadSanitizer reports a missing barrier. Shared memory begins as NaN, so that early reads show. Unlike in
-// CUDA, no thread may return early.
+// barrier; none may return early. ThreadSanitizer reports a missing barrier, and early reads of shared memory get NaN.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +12,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -70,8 +68,7 @@ inline thread_local HostIndex threadIdx, blockIdx;
 struct HostCopy { void *to; const void *from; size_t bytes; };
 struct Thread : Fiber { std::vector<HostCopy> copies; };
 
-// ThreadSanitizer gets two addresses in turn: a thread that leaves late must not learn what others did before they
-// arrived again.
+// ThreadSanitizer gets two addresses in turn: who leaves late must not learn what others did before they came again.
 struct Barrier {
     unsigned arrived = 0, phase = 0;  // phase: how often all have arrived
     char of_phase[2];
@@ -141,7 +138,7 @@ inline void __pipeline_wait_prior(int) {  // kernels wait for all copies
 
 template <typename Tiles> Tiles &shared_memory() { return *reinterpret_cast<Tiles *>(host_block->shared.data()); }
 
-inline size_t max_shared_memory() { return std::numeric_limits<size_t>::max(); }
+inline size_t max_shared_memory() { return SIZE_MAX; }
 
 inline void let_next_kernel_begin() {}
 

@@ -6,8 +6,7 @@
 // Philox-4x32-7 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) gives four
 // words at a time. They serve the rows r and r + 8, r % 16 < 8, and the columns c, c + 1, c + 8 and c + 9, c % 16 < 8
 // and even: one lane's part of the A operand of an m16n8k16 product (ptx/sm80.cuh). Each word serves one register, each
-// half of a word one element. The low 15 bits of a half are random. Their sum with keep_count sets the top bit of the
-// half if the element is kept.
+// half of a word one element: its low 15 bits are random, and their sum with keep_count sets the top bit of kept ones.
 #pragma once
 
 #include "flash.h"

@@ -4,11 +4,12 @@
 
 namespace minimal_attn {
 
-namespace {
-
-void check_rows(const TorchTensor &k_new, const TorchTensor &v_new, const TorchTensor &k_cache,
-                const TorchTensor &v_cache, const TorchTensor &q) {
-    for (const TorchTensor *x : {&k_new, &v_new, &k_cache, &v_cache, &q}) {
+// k_new, v_new (B, Hk, Sn, D), or packed (1, Hk, T, D); caches (N, Hk, S, D), see AppendParams. Returns the rotated q
+// and the new lengths, or empty tensors where there are none.
+TwoTensors append_kvcache(const TorchTensor &k_new, const TorchTensor &v_new, const TorchTensor &k_cache,
+                          const TorchTensor &v_cache APPEND_OPTIONS(AS_PARAMETER)) {
+    const TorchTensor &q_or_k = q ? *q : k_new;
+    for (const TorchTensor *x : {&k_new, &v_new, &k_cache, &v_cache, &q_or_k}) {
         check_types(*x, k_new, k_new);
         check_value(x->dim() == 4 && x->device() == k_new.device() && has_contiguous_rows(*x),
                     "k_new, v_new, the caches and q must be 4D, with a contiguous last dimension, on one device");
@@ -16,20 +17,11 @@ void check_rows(const TorchTensor &k_new, const TorchTensor &v_new, const TorchT
     const int64_t head_dim = k_new.size(3), head_dim_v = v_new.size(3), nheads_k = k_new.size(1);
     check_value(k_new.sizes().slice(0, 3).equals(v_new.sizes().slice(0, 3)) && k_cache.size(1) == nheads_k &&
                     k_cache.sizes().slice(0, 3).equals(v_cache.sizes().slice(0, 3)) && k_cache.size(3) == head_dim &&
-                    v_cache.size(3) == head_dim_v && q.size(3) == head_dim && std::min(head_dim, head_dim_v) >= 1,
+                    v_cache.size(3) == head_dim_v && q_or_k.size(3) == head_dim && std::min(head_dim, head_dim_v) >= 1,
                 "the shapes of k_new, v_new, the caches and q do not match");
-    check_value(std::max({nheads_k * (head_dim + head_dim_v), q.size(1) * head_dim, k_new.size(2), q.size(2),
+    check_value(std::max({nheads_k * (head_dim + head_dim_v), q_or_k.size(1) * head_dim, k_new.size(2), q_or_k.size(2),
                           k_cache.size(0), k_cache.size(2)}) <= kMaxLength,
                 "there are over 2^31 - 257 elements in a row of all heads, rows, pages, or rows of a page");
-}
-
-}  // namespace
-
-// k_new, v_new (B, Hk, Sn, D), or packed (1, Hk, T, D); caches (N, Hk, S, D), see AppendParams. Returns the rotated q
-// and the new lengths, or empty tensors where there are none.
-TwoTensors append_kvcache(const TorchTensor &k_new, const TorchTensor &v_new, const TorchTensor &k_cache,
-                          const TorchTensor &v_cache APPEND_OPTIONS(AS_PARAMETER)) {
-    check_rows(k_new, v_new, k_cache, v_cache, q ? *q : k_new);
     check_value(seqused_k.has_value() != slot_mapping.has_value(), "either seqused_k or slot_mapping must be given");
     const int64_t batch_size = slot_mapping ? 1 : seqused_k->numel(), num_sequences = k_cache.size(0);
     const int64_t max_pages = page_table && page_table->dim() == 2 ? page_table->size(1) : 1;

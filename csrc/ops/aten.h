@@ -34,9 +34,8 @@ namespace torch_ops = at;
 [[noreturn]] inline void throw_value_error(const std::string &text) { C10_THROW_ERROR(ValueError, text); }
 [[noreturn]] inline void throw_not_implemented(const std::string &text) { C10_THROW_ERROR(NotImplementedError, text); }
 
-struct DeviceGuard {
-    explicit DeviceGuard(const TorchTensor &x) : guard(x.device()) {}
-    c10::DeviceGuard guard;
+struct DeviceGuard : c10::DeviceGuard {
+    explicit DeviceGuard(const TorchTensor &x) : c10::DeviceGuard(x.device()) {}
 };
 
 inline void *current_stream(const TorchTensor &x) {

@@ -25,7 +25,7 @@ struct Gpu {
 // Why something cannot be done. Without a value it can.
 using Reason = std::optional<std::string>;
 
-inline int64_t all_strides(const Tensor &x) { return x.batch_stride | x.head_stride | x.row_stride; }
+inline int64_t all_strides(const auto &x) { return x.batch_stride | x.head_stride | x.row_stride; }
 
 // n: the elements in 16 bytes.
 inline Reason why_not_16_bytes(const std::string &name, const Tensor &x, int n) {
@@ -43,12 +43,11 @@ inline Reason why_not_tma(const std::string &name, const Tensor &x, int rows, in
 
 inline Reason why_not_tma(const Bias &x, int seqlen_k) {
     if (x.dtype == DType::kBool) return {};  // pack_mask() reads any strides
-    const int64_t strides = x.batch_stride | x.head_stride | x.row_stride;
     if (x.dtype == DType::kFloat32) return "attn_bias is float32";
     if ((x.key_stride != 1 && seqlen_k > 1) || (x.row_stride && x.row_stride < seqlen_k))
         return "rows of attn_bias are not contiguous";
-    if (uintptr_t(x.data) % 16 || strides % 8) return "rows of attn_bias start at no multiple of 16 bytes";
-    if (strides >> 39) return "a stride of attn_bias is 2^39 or more";
+    if (uintptr_t(x.data) % 16 || all_strides(x) % 8) return "rows of attn_bias start at no multiple of 16 bytes";
+    if (all_strides(x) >> 39) return "a stride of attn_bias is 2^39 or more";
     return {};
 }
 

@@ -13,25 +13,9 @@ void check_and_set(AttnParams &p, const TorchTensor &q, const TorchTensor &k, co
     check_value(set_params(p, q, k, v, options, kBHSD));
 }
 
-void check_backward(const TorchTensor &dout, const OptionalTensor &dlse, const TorchTensor &q, const TorchTensor &v,
-                    const TorchTensor &out, const TorchTensor &lse) {
-    const int64_t shape[] = {q.size(0), q.size(1), q.size(2), v.size(3)};
-    const Sizes rows = Sizes(shape).slice(0, 3);
-    check_value(find_fault("dout", dout, shape, q.scalar_type(), q, Strides::kAny));
-    check_value(find_fault("out", out, shape, q.scalar_type(), q, Strides::kRows));
-    check_value(find_fault("lse", lse, rows, lse_dtype(q), q));
-    if (dlse) check_value(find_fault("dlse", *dlse, rows, lse_dtype(q), q, Strides::kAny));
-}
-
 // Sums x [batch_size, nheads, seqlen_q] for each head, without empty and padding rows (lse is -inf).
 TorchTensor sum_over_rows(const TorchTensor &x, const TorchTensor &lse) {
     return torch_ops::sum(zero_where(torch_ops::isneginf(lse), x), Sizes({0, 2}));
-}
-
-// A sink's gradient is the sum of share · (0 - delta) over its head's rows, in a fixed order.
-TorchTensor gradient_of_sinks(const TorchTensor &sinks, const TorchTensor &lse, const TorchTensor &delta) {
-    const TorchTensor share = torch_ops::exp(torch_ops::sub(torch_ops::unsqueeze(sinks, 1), lse));
-    return torch_ops::neg(sum_over_rows(torch_ops::mul(share, delta), lse));
 }
 
 #if MINIMAL_ATTN_CUDA
@@ -75,7 +59,12 @@ Gradients flash_backward(const TorchTensor &dout_, const OptionalTensor &dlse, c
     if (is_packed && p.seqused_k)
         throw_not_implemented("the backward pass of backend='cuda' does not take seqused_k with cu_seqlens_k, since "
                               "the keys of samples may overlap: minimal_attn.flash_attention gives each its own");
-    check_backward(dout_, dlse, q, v, out, lse);
+    const int64_t shape[] = {q.size(0), q.size(1), q.size(2), v.size(3)};
+    const Sizes rows = Sizes(shape).slice(0, 3);
+    check_value(find_fault("dout", dout_, shape, q.scalar_type(), q, Strides::kAny));
+    check_value(find_fault("out", out, shape, q.scalar_type(), q, Strides::kRows));
+    check_value(find_fault("lse", lse, rows, lse_dtype(q), q));
+    if (dlse) check_value(find_fault("dlse", *dlse, rows, lse_dtype(q), q, Strides::kAny));
     check_value((options.sinks || !need_dsinks) && (options.attn_bias || !need_dbias),
                 "need_dsinks goes with sinks, and need_dbias with attn_bias");
     const DeviceGuard guard(q);
@@ -127,12 +116,14 @@ Gradients flash_backward(const TorchTensor &dout_, const OptionalTensor &dlse, c
 #if MINIMAL_ATTN_CUDA
     else launch_backward(p, k, v, lse, kernel);
 #endif
-    if (need_dsinks) dsinks = gradient_of_sinks(*options.sinks, lse, delta);
+    if (need_dsinks) {  // the sum of share · (0 - delta) over a head's rows, in a fixed order
+        const TorchTensor share = torch_ops::exp(torch_ops::sub(torch_ops::unsqueeze(*options.sinks, 1), lse));
+        dsinks = torch_ops::neg(sum_over_rows(torch_ops::mul(share, delta), lse));
+    }
     return {dq, dk, dv, dsinks, dbias_of_sums(dbias)};
 }
 
-// (kernel's name, why it is slow or nothing). capability and fast_fp64 describe a GPU that need not be here, by default
-// the tensors'. has_scores: softcap or ALiBi.
+// (kernel's name, why it is slow or nothing). capability, by default the tensors', and fast_fp64 may be another GPU's.
 std::tuple<std::string, Reason> which_kernel(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
                                              bool has_dropout, std::optional<int64_t> capability, bool fast_fp64,
                                              bool has_sinks, bool has_scores, const OptionalTensor &attn_bias) {
@@ -141,7 +132,7 @@ std::tuple<std::string, Reason> which_kernel(const TorchTensor &q, const TorchTe
     const int64_t seed = 0;
     if (has_dropout) p.dropout_seed = &seed;
     if (has_sinks) p.sinks = &seed;
-    if (has_scores) p.softcap = 1;
+    if (has_scores) p.softcap = 1;  // or ALiBi
     const DeviceGuard guard(q);
     const auto [kernel, slow_because] =
         capability ? choose_kernel(p, Gpu{int(*capability), fast_fp64}, false) : choose(p, q, false);

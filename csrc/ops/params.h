@@ -1,6 +1,5 @@
 // AttnParams from a call's tensors and options. An option stands in OPTIONS, and with its check in set_options(). These
-// checks give memory safety; minimal_attn/checks.py has those that speak to users. No CUDA header: a CPU-only torch
-// compiles this.
+// checks give memory safety; minimal_attn/checks.py has those that speak to users. A CPU-only torch compiles this too.
 #pragma once
 
 #if MINIMAL_ATTN_STABLE

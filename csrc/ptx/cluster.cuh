@@ -11,8 +11,7 @@ __device__ inline uint32_t address_in_block(const void *p, int rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
     return address;
 }
-// Without .release.cluster, which would be a fence of the whole GPU. It can tell the other block that this one has read
-// something, but not that it has written something.
+// Without .release.cluster, a fence of the whole GPU: it can tell the other block of this one's reads, not its writes.
 __device__ inline void mbarrier_arrive(Barrier &barrier, int rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(&barrier, rank)) : "memory");
 }

@@ -6,8 +6,7 @@
 
 namespace ptx {
 
-// "createpolicy": data that is read once leaves L2 first. Made at every call, so that no register holds it across a
-// loop.
+// "createpolicy": data that is read once leaves L2 first. Made at every call: no register holds it across a loop.
 __device__ inline uint64_t evict_first() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -25,8 +24,7 @@ __device__ inline void cp_async_4(void *to, const void *from, bool inside) {
                  : "memory");
 }
 
-// "atom", .acq_rel: returns the old value. A thread that reads a sum sees what the threads that added to it wrote
-// before, and what threads wrote that met them at a barrier.
+// "atom", .acq_rel: returns the old value, and shows what those who added, and who met them at a barrier, wrote before.
 __device__ inline int atomic_add_acq_rel(int *to, int x) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(x) : "memory");

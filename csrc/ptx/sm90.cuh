@@ -1,5 +1,4 @@
-// Hopper's instructions that CUDA C++ has no name for, with their sections of the PTX ISA. wgmma and setmaxnreg need
-// sm_90a.
+// Hopper's instructions, with their sections of the PTX ISA. wgmma and setmaxnreg need sm_90a.
 #pragma once
 
 #include <cuda.h>  // CUtensorMap
@@ -56,8 +55,7 @@ __device__ inline void prefetch(const CUtensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// "cp.async.bulk.tensor": copies the box at these coordinates, innermost first, and `barrier` counts its bytes.
-// Elements outside of the tensor become 0 and count as well.
+// "cp.async.bulk.tensor": copies the box at these coordinates, innermost first, with 0 outside. `barrier` counts all.
 __device__ inline void tma_load(void *to, const CUtensorMap &map, Barrier &barrier, int c0, int c1, int c2, int c3) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -113,8 +111,7 @@ template <int kPending, typename... Fragments> __device__ void warpgroup_wait(Fr
 }
 
 // "Matrix Descriptor" of 16-bit elements, in panels whose rows have kRowBytes, 128 or 64, swizzled as by TMA. The next
-// panel lies `panel_bytes` further, which only a product that sums along rows needs. A part that begins n bytes further
-// has this descriptor plus n / 16.
+// panel lies `panel_bytes` further, needed only for sums along rows. A part n bytes further has descriptor + n / 16.
 template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int panel_bytes = 0) {
     constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
     return kSwizzle << 62 | uint64_t(8 * kRowBytes / 16) << 32 | uint64_t(panel_bytes / 16) << 16 |

@@ -1,6 +1,5 @@
-// New keys and values for a cache: one kernel stores them, rotates keys and q, and counts the keys. Memory bounds its
-// time. A thread has a vector of 16 bytes, or one element if some tensor is not aligned. No thread waits for another,
-// so the CPU runs them in a plain loop.
+// New keys and values for a cache: one kernel stores them, rotates keys and q, and counts the keys. Memory bounds it. A
+// thread has 16 bytes, or one element if some tensor is not aligned, and waits for no other: the CPU has a plain loop.
 #include "common/cache_sequence.cuh"
 #include "simt/tiles.h"
 

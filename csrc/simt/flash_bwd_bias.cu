@@ -24,9 +24,9 @@ struct BiasOwner {
     }
     static int64_t count(const AttnBackwardParams &p, int block) {
         const auto &d = p.dbias;
-        return int64_t(d.key_stride ? (p.seqlen_k + block - 1) / block : 1) *
-               (d.row_stride ? (p.seqlen_q + block - 1) / block : 1) * (d.head_stride ? p.nheads : 1) *
-               (d.batch_stride ? p.batch_size : 1);
+        const int keys = d.key_stride ? (p.seqlen_k + block - 1) / block : 1;
+        const int rows = d.row_stride ? (p.seqlen_q + block - 1) / block : 1;
+        return int64_t(keys) * rows * (d.head_stride ? p.nheads : 1) * (d.batch_stride ? p.batch_size : 1);
     }
 
   private:

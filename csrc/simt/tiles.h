@@ -9,14 +9,12 @@
 #include <type_traits>
 
 #ifdef __CUDACC__
-#include "common/device.h"
 #include "common/launch.h"
 namespace simt { using namespace device; }
 #endif
 #include "common/mask.cuh"
 #include "common/scheduler.cuh"
 #include "common/scores.cuh"
-#include "common/sequence.cuh"
 #include "mods/dropout.h"
 #include "mods/score_mods.cuh"
 
@@ -212,8 +210,7 @@ __device__ void multiply(Sum (&acc)[kRows][kCols], const Sum (*A)[kLdA], const S
     }
 }
 
-// Bit i · kCols + c: dropout keeps row(i), col(c). A thread has only two of the eight elements of a call of Philox,
-// neighbours in a row.
+// Bit i · kCols + c: dropout keeps row(i), col(c). A thread has two neighbours of the eight elements of Philox's call.
 template <int kRows, int kCols, typename Row, typename Col>
 __device__ uint64_t kept(const Dropout &dropout, Row row, Col col) {
     static_assert(kRows * kCols <= 64 && kCols % 2 == 0);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "common/bwd_workspace.cuh"
-#include "common/device.h"
 #include "common/scores.cuh"
 #include "mods/score_mods.cuh"
 #include "sm80/tiles.cuh"

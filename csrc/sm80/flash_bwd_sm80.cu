@@ -11,7 +11,6 @@
 //   acc_dq = dSᵀ K               the one product across warps; all blocks of keys sum it in memory, in fp32
 // Two stages copy Q and dO beside the row block before; one stage takes less memory, and a third barrier. dq_accum has
 // the order of acc_dq's registers: a warp adds 512 neighbouring bytes.
-#include "common/mask.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "sm80/bwd_dq.cuh"
 
@@ -28,54 +27,6 @@ template <typename Shape> struct BwdSharedMemory {
         int ticket;  // before the first row block
     };
     float lse_log2[Shape::kStages][Shape::kBlockM], delta[Shape::kStages][Shape::kBlockM];
-};
-
-template <typename T, typename Shape> struct BwdInputs {
-    static constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
-    using Swizzle = sm80::Swizzle<kHeadDim>;
-
-    const AttnBackwardParams &p;
-    BwdSharedMemory<Shape> &shared;
-    const Tile tile;
-    const Sequence &seq;
-    // Shuffles keep these in uniform registers: no others are left.
-    const int q_begin = uniform(seq.q_begin), seqlen_q = uniform(seq.seqlen_q), seqlen_k = uniform(seq.seqlen_k);
-    const int first_row = uniform(Mask(seq, p).rows(0).begin);  // that sees a key
-    const int first_tile = uniform(RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads));
-
-    __device__ static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-    __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, p); }
-
-    // Rows outside of [begin, end), counted from `from`, become 0: unseen ones may hold NaN.
-    template <int kRows>
-    __device__ void load(uint16_t (&to)[kRows][kHeadDim], const T *from, int64_t row_stride, int begin, int end,
-                         int cols) {
-        const int row = thread_idx() / Swizzle::kVecs, vec = thread_idx() % Swizzle::kVecs;
-        from += row * row_stride + vec * 8;
-        load_tile<kRows, kHeadDim, Shape::kNThreads>(shared_address(to) + Swizzle::offset(row, vec), from, row_stride,
-                                                     end - row, cols - vec * 8, begin - row);
-    }
-    __device__ void load_keys() {
-        const int key = tile.block * kBlockN, end = seq.seqlen_k - key, begin = Mask(seq, p).keys(0).begin - key;
-        load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, begin, end,
-             p.head_dim);
-        load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, begin, end,
-             p.head_dim_v);
-    }
-    __device__ void load_rows(int stage, int h, int m_block) {
-        const int row0 = m_block * kBlockM, begin = first_row - row0, end = seqlen_q - row0;
-        load(shared.stages[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end,
-             p.head_dim);
-        load(shared.stages[stage].sdO, rows_of<const T>(p.dout, tile.b, h, q_begin + row0), p.dout.row_stride, begin,
-             end, p.head_dim_v);
-        const int i = thread_idx();
-        if (i < kBlockM) {
-            const int64_t row = lse_index(p, q_begin, tile.b, h) + row0 + i;
-            cp_async_4(&shared.lse_log2[stage][i], p.lse_log2 + row, i >= begin && i < end);
-            cp_async_4(&shared.delta[stage][i], static_cast<const float *>(p.delta) + row, i >= begin && i < end);
-        }
-        cp_async_commit();
-    }
 };
 
 // dP becomes dropout's dP - delta. Returns kept elements, eight bits an operand.
@@ -112,15 +63,53 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     // Bytes from sK to sV, sQ to sdO, sdS to sP.
     static constexpr int kToV = 2 * kBlockN * kHeadDim, kToDO = 2 * kBlockM * kHeadDim, kToP = 2 * kBlockN * kBlockM;
 
-    const BwdInputs<T, Shape> &in;
-    const AttnBackwardParams &p = in.p;
-    BwdSharedMemory<Shape> &shared = in.shared;
-    const Tile &tile = in.tile;
+    const AttnBackwardParams &p;
+    BwdSharedMemory<Shape> &shared;
+    const Tile tile;
+    const Sequence &seq;
+    // Shuffles keep these in uniform registers: no others are left.
+    const int q_begin = uniform(seq.q_begin), seqlen_q = uniform(seq.seqlen_q), seqlen_k = uniform(seq.seqlen_k);
+    const int first_row = uniform(Mask(seq, p).rows(0).begin);  // that sees a key
+    const int first_tile = uniform(RowTiles<kBlockM>(p).first_tile(tile.b, p.nheads));
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     const int r = lane_idx / 4, c = lane_idx % 4 * 2;     // keys r, r + 8 of 16, rows c, c + 1 of 8
     const int key0 = warp_idx / kDimSplit * kWarpN;
     const int part = warp_idx % kDimSplit, dim0 = part * kDTiles;  // its rows, and dK's columns by 8
     float acc_dk[kMTiles][kDTiles][4] = {}, acc_dv[kMTiles][kDTiles][4] = {};
+
+    __device__ static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+    __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, p); }
+
+    // Rows outside of [begin, end), counted from `from`, become 0: unseen ones may hold NaN.
+    template <int kRows>
+    __device__ void load(uint16_t (&to)[kRows][kHeadDim], const T *from, int64_t row_stride, int begin, int end,
+                         int cols) {
+        const int row = thread_idx() / Swizzle::kVecs, vec = thread_idx() % Swizzle::kVecs;
+        from += row * row_stride + vec * 8;
+        load_tile<kRows, kHeadDim, Shape::kNThreads>(shared_address(to) + Swizzle::offset(row, vec), from, row_stride,
+                                                     end - row, cols - vec * 8, begin - row);
+    }
+    __device__ void load_keys() {
+        const int key = tile.block * kBlockN, end = seq.seqlen_k - key, begin = Mask(seq, p).keys(0).begin - key;
+        load(shared.sK, rows_of<const T>(p.k, tile.b, tile.h_k, seq.k_begin + key), p.k.row_stride, begin, end,
+             p.head_dim);
+        load(shared.sV, rows_of<const T>(p.v, tile.b, tile.h_k, seq.k_begin + key), p.v.row_stride, begin, end,
+             p.head_dim_v);
+    }
+    __device__ void load_rows(int stage, int h, int m_block) {
+        const int row0 = m_block * kBlockM, begin = first_row - row0, end = seqlen_q - row0;
+        load(shared.stages[stage].sQ, rows_of<const T>(p.q, tile.b, h, q_begin + row0), p.q.row_stride, begin, end,
+             p.head_dim);
+        load(shared.stages[stage].sdO, rows_of<const T>(p.dout, tile.b, h, q_begin + row0), p.dout.row_stride, begin,
+             end, p.head_dim_v);
+        const int i = thread_idx();
+        if (i < kBlockM) {
+            const int64_t row = lse_index(p, q_begin, tile.b, h) + row0 + i;
+            cp_async_4(&shared.lse_log2[stage][i], p.lse_log2 + row, i >= begin && i < end);
+            cp_async_4(&shared.delta[stage][i], static_cast<const float *>(p.delta) + row, i >= begin && i < end);
+        }
+        cp_async_commit();
+    }
 
     __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
 
@@ -151,7 +140,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
                     acc_s[m][n][e] = exp2_approx(scores.probability_log2(acc_s[m][n][e], e % 2 ? lse.y : lse.x));
         }
         if (!is_full) [[unlikely]]
-            Mask::hide(acc_s, 0.f, [&, mask = in.mask()](int i) {
+            Mask::hide(acc_s, 0.f, [&, mask = mask()](int i) {
                 const Range seen = mask.rows(key + i);
                 return Range{seen.begin - row, seen.end - row};
             });
@@ -166,7 +155,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
     }
 
     __device__ auto scores_of(const int &h) const {
-        if constexpr (kMods) return ScoreMods<T, ptx::tanh_approx>(p, in.seqlen_q, in.seqlen_k, tile.b, h);
+        if constexpr (kMods) return ScoreMods<T, ptx::tanh_approx>(p, seqlen_q, seqlen_k, tile.b, h);
         else return Scores<>(p);
     }
 
@@ -220,11 +209,11 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
             multiply_ab<T, kHeadDim>(acc_dq, dS, k_down, 16 * kk * Swizzle::kRowBytes, n0);
         }
         const BwdWorkspace<Shape> workspace(p);
-        const int row_tile = in.first_tile + h * workspace.row_tiles.slots + m_block;
+        const int row_tile = first_tile + h * workspace.row_tiles.slots + m_block;
         int *dq_semaphore = nullptr;
         int turn = 0;
         if (p.deterministic) {
-            turn = dq_turn<Shape>(p, in.mask(), tile, m_block);
+            turn = dq_turn<Shape>(p, mask(), tile, m_block);
             dq_semaphore = workspace.dq_semaphore(p, row_tile, warp_idx);
             if (lane_idx == 0)
                 while (load_acquire(dq_semaphore) != turn) {}
@@ -286,12 +275,11 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
     const Sequence seq(p, tile.b);
     const int splits = kSplit ? workspace.splits_of(p, seq) : 1;
     if (split_idx >= splits) return;
-    BwdInputs<T, Shape> inputs{p, shared, tile, seq};
-    Backward<T, Shape, kDropout, kMods> backward{inputs};
+    Backward<T, Shape, kDropout, kMods> backward{p, shared, tile, seq};
     const BlockRange blocks = Mask(seq, p).row_blocks<kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
     const int group = p.nheads / p.nheads_k, h_begin = tile.h + group * split_idx / splits;
     const int h_end = blocks.begin < blocks.end ? tile.h + group * (split_idx + 1) / splits : 0;
-    if (h_begin < h_end) inputs.load_keys(), inputs.load_rows(0, h_begin, blocks.begin);
+    if (h_begin < h_end) backward.load_keys(), backward.load_rows(0, h_begin, blocks.begin);
 
     for (int h = h_begin, m_block = blocks.begin, stage = 0; h < h_end; stage ^= kStages - 1) {
         cp_async_wait<0>();
@@ -299,7 +287,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
         const bool is_last = m_block + 1 == blocks.end;
         auto load_next = [&] {
             if (h + is_last < h_end)
-                inputs.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
+                backward.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
         };
         const bool is_full = blocks.is_full(m_block);
         if (kStages == 2) load_next();

@@ -23,8 +23,7 @@ template <int kCols> struct Swizzle {
     static __device__ uint32_t move(uint32_t base, int rows, int pairs) {
         return (base ^ pairs % (kVecs / 2) * 32) + rows * kRowBytes + pairs / (kVecs / 2) * (16 * kVecs);
     }
-    // The row that a lane gives to ldmatrix for a 16×16 tile, whose four matrices go down first (A, or B transposed) or
-    // across first (B, whose rows are columns of the product).
+    // A lane's row for ldmatrix of a 16×16 tile, whose matrices go down first (A, or B transposed) or across first (B).
     static __device__ uint32_t down(int lane_idx) { return offset(lane_idx % 16, lane_idx / 16); }
     static __device__ uint32_t across(int lane_idx) {
         return offset(lane_idx / 16 * 8 + lane_idx % 8, lane_idx / 8 % 2);
@@ -71,8 +70,7 @@ __device__ void multiply_abt(float (&acc)[kMTiles][kNTiles][4], uint32_t a_addre
         }
 }
 
-// acc += A B for 16 terms: A in registers, B [16, kCols] in shared memory, from column 8·n0 on. b_address has
-// Swizzle::down.
+// acc += A B for 16 terms: A in registers, B [16, kCols] in shared memory (Swizzle::down), from column 8·n0 on.
 template <typename T, int kCols, int kMTiles, int kNTiles>
 __device__ void multiply_ab(float (&acc)[kMTiles][kNTiles][4], const uint32_t (&a)[kMTiles][4], uint32_t b_address,
                             int b_offset = 0, int n0 = 0) {

@@ -13,7 +13,6 @@
 #include "common/scheduler.cuh"
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
-#include "flash.h"
 #include "ptx/dmma.cuh"
 #include "ptx/sm90.cuh"
 

@@ -14,7 +14,6 @@
 
 #include <algorithm>
 
-#include "common/device.h"
 #include "common/launch.h"
 #include "sm90/plain_scores.cuh"
 #include "sm90/producer.cuh"

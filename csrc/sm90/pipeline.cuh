@@ -39,8 +39,7 @@ enum NamedBarrier : int {
     kRowBlocksDone = 5,  // see flash_bwd_wide_sm90.cu
 };
 
-// Returns x, which is the same in all lanes. The shuffle shows that to the compiler, which then uses uniform registers.
-// wgmma takes its descriptors from them.
+// Returns x, the same in all lanes. So the compiler uses uniform registers, where wgmma takes its descriptors from.
 __device__ inline uint32_t warp_uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
 }  // namespace sm90

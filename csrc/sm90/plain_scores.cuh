@@ -40,8 +40,7 @@ template <typename T, typename Shape> struct PlainScores {
     const Params<Shape> &p;
     Shape::SharedMemory &shared;
     const int consumer, warp_idx = warp_uniform(threadIdx.x / 32 % 4);
-    // thread_idx() reads a slow register where it is called: here once for the loop. Functions off the loop call it
-    // themselves, so that the loop keeps nothing for them.
+    // thread_idx() reads a slow register: here once for the loop. Functions off the loop call it, and cost it nothing.
     const int lane_idx = thread_idx() % 32;
     const Scores<> scores{p};
     uint32_t q_item = 0, kv_item = 0;

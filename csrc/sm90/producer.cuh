@@ -1,14 +1,8 @@
-// Tile sizes, registers (setmaxnreg), shared memory and the order of tiles of a block on Hopper; and its producer: one
-// thread finds tiles of out, another one asks TMA for Q, K and V.
+// Shapes, shared memory and the order of tiles on Hopper; the producer: a thread finds tiles, another loads Q, K and V.
 #pragma once
-
-#include <algorithm>
 
 #include "common/mask.cuh"
 #include "common/scheduler.cuh"
-#include "common/sequence.cuh"
-#include "flash.h"
-#include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"
 
 namespace sm90 {
@@ -144,8 +138,7 @@ template <typename Shape> struct Params : Shape::Input {
     TmaTensor q_tma, k_tma, v_tma, o_tma;
 };
 
-// By a thread, while the last keys of the tile before are loaded. A tile that is taken earlier waits, and a block
-// without work cannot have it.
+// By a thread, while the last keys of the tile before are loaded: a tile taken earlier waits, beside idle blocks.
 template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, typename Shape::SharedMemory &shared) {
     constexpr int kBlockM = Shape::kBlockM, kBlockN = Shape::kBlockN;
     uint32_t item = 0;

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "common/launch.h"
-#include "flash.h"
 #include "sm90/pipeline.cuh"
 
 namespace sm90 {
@@ -49,9 +48,8 @@ __device__ void multiply_abt(float (&acc)[kN / 8][4], const SmemTile<64, kHeadDi
 }
 
 // acc [64, kHeadDim] += A B, a group, with A [64, kN] in registers.
-template <typename T, int kN, int kHeadDim>
-__device__ void multiply_ab(float (&acc)[kHeadDim / 8][4], const uint32_t (&a)[kN / 16][4],
-                            const SmemTile<kN, kHeadDim> &b) {
+template <typename T, typename A, int kN, int kHeadDim>
+__device__ void multiply_ab(float (&acc)[kHeadDim / 8][4], A &&a, const SmemTile<kN, kHeadDim> &b) {
 #pragma unroll
     for (int kk = 0; kk < kN / 16; kk++) wgmma<T>(acc, a[kk], b.rows_desc(kk));
     warpgroup_commit_batch();
@@ -113,8 +111,7 @@ __device__ void clear_unseen(int thread_idx, int barrier, int begin, int end, Ti
     barrier_sync(barrier, kThreads);
 }
 
-// The driver's function for tensor maps, looked up on first use: nothing links libcuda, which a machine without a GPU
-// does not have.
+// The driver's function for tensor maps, looked up on first use: a machine without a GPU has no libcuda to link.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
     static decltype(&cuTensorMapEncodeTiled) const encode = [] {
         const char *name = "cuTensorMapEncodeTiled";

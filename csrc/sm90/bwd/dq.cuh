@@ -1,6 +1,5 @@
 // sm90/bwd/ has the backward pass on Hopper. Order: dq.cuh, producer.cuh, consumer.cuh, launch.cuh, flash_bwd_sm90.cu.
-// Beside it, for head_dim above 128: flash_bwd_wide_sm90.cu. This file: the kernel that brings dq_accum into the order
-// and type of dq, each head as soon as its sums are whole.
+// Beside it, for head_dim above 128: flash_bwd_wide_sm90.cu. This file: dq_accum becomes dq, each head when whole.
 #pragma once
 
 #include "common/bwd_workspace.cuh"

@@ -7,9 +7,8 @@
 //   dS = P ∘ dP                  also to shared memory
 //   dQ += dS(before)ᵀ K          its part of the row block before, over all keys
 //   dV += P dO    dK += dS Q     beside S of the next row block
-// dQ is one row block late: no consumer waits for another's dS, and exponentials of one run beside products of the
-// other. An item's last dQ is formed in the next item, or at once if deterministic. The next item's K, Q, dO, and V if
-// two fit, arrive early.
+// dQ is one row block late: consumers don't wait for dS, and exponentials of one run beside products of the other. An
+// item's last dQ comes in the next item, at once if deterministic. The next K, Q, dO, and V if two fit, arrive early.
 #include "common/softmax.cuh"
 #include "mods/dropout_transposed.cuh"
 #include "mods/score_mods.cuh"
@@ -68,13 +67,6 @@ __device__ void pack_operands(const float (&acc_s)[kNTiles][4], float (&acc_dp)[
     }
 }
 
-template <typename T, typename Shape>
-__device__ void multiply_rows(float (&acc)[Shape::kHeadDim / 8][4], Operands<Shape::kBlockM / 8> a,
-                              const SmemTile<Shape::kBlockM, Shape::kHeadDim> &b) {
-#pragma unroll
-    for (int kk = 0; kk < Shape::kBlockM / 16; kk++) wgmma<T>(acc, a[kk], b.rows_desc(kk));
-    warpgroup_commit_batch();
-}
 template <typename T, typename Shape>
 __device__ void multiply_dq(float (&acc_dq)[Shape::kDqTiles][4],
                             const SmemTile<Shape::kBlockM, Shape::kBlockN> &sdS,
@@ -162,8 +154,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         if (lane_idx == 0) mbarrier_arrive(shared.dq_done[t % 4]);
     }
 
-    // acc_s becomes scores, and acc_dp the derivative by factor · q·k. An argument `key` would be computed too early,
-    // in uniform registers: 4 % slower.
+    // acc_s becomes scores, acc_dp the derivative by factor · q·k. An argument `key` would be found early: 4 % slower.
     __device__ void change_scores(const BwdWorkItem<Shape> &work, const RowBlock &block) {
         ScoreMods<T, ptx::tanh_approx> mods(p, p.factors, work.seq.seqlen_q, work.seq.seqlen_k, work.tile.b, block.h);
         mods.bias = Bias{}, mods.slope = block.slope, mods.shift = work.seq.seqlen_k - work.seq.seqlen_q;
@@ -206,8 +197,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         form_ds(i, kept);
         if constexpr (kForms) form_dq(i, late_t);
         warpgroup_arrive();
-        multiply_rows<T, Shape>(acc_dv, operands(0), shared.sdO[stage]);
-        multiply_rows<T, Shape>(acc_dk, operands(1), shared.sQ[stage]);
+        multiply_ab<T>(acc_dv, operands(0), shared.sdO[stage]);
+        multiply_ab<T>(acc_dk, operands(1), shared.sQ[stage]);
         if constexpr (kForms) {
             warpgroup_wait<2>(acc_dq());
             shared.ds.consumer_release(i, lane_idx);

@@ -22,15 +22,6 @@ template <int kEnd> __device__ uint32_t vote(uint32_t x) {
     return y;
 }
 
-// Ring::consumer_release() to a block of the pair, whose rank is given, or to both.
-template <int kStages>
-__device__ void consumer_release_to_block(Ring<kStages> &ring, uint32_t i, int lane_idx, int rank) {
-    if (lane_idx == 0) mbarrier_arrive(ring.empty[i % kStages], rank);
-}
-template <int kStages> __device__ void consumer_release_to_both(Ring<kStages> &ring, uint32_t i, int lane_idx) {
-    if (lane_idx < 2) mbarrier_arrive(ring.empty[i % kStages], lane_idx);
-}
-
 template <int kHeadDim_> struct WideShape {
     static constexpr int kHeadDim = kHeadDim_, kDTiles = kHeadDim / 8, kBlockM = 64, kNTiles = kBlockM / 8;
     static constexpr int kConsumers = 2, kStages = 2, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
@@ -97,15 +88,6 @@ __device__ void load_wide_tiles(const BwdParams<Shape> &p, WideShared<Shape> &sh
     });
 }
 
-template <typename Shape>
-__device__ void load_wide_numbers(const BwdParams<Shape> &p, WideShared<Shape> &shared) {
-    let_next_kernel_begin();
-    wait_for_previous_kernel();
-    load_numbers<Shape>(p, shared, shared.work);
-    if (shared.work.count() > 0) barrier_sync(kRowBlocksDone, 128 * Shape::kConsumers + 32);
-    if (threadIdx.x == 32) report_dq<Shape>(p, shared.work);
-}
-
 template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     static constexpr int kHeadDim = Shape::kHeadDim, kNTiles = Shape::kNTiles, kDTiles = Shape::kDTiles;
     const BwdParams<Shape> &p;
@@ -157,7 +139,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         multiply_abt<T>(acc[0], c ? shared.sV : shared.sK, rows);
         if constexpr (!kIsFirst) {
             warpgroup_wait<1>(acc_sum, operand);  // of the row block before
-            consumer_release_to_both(shared.rows, i - 1, lane_idx);
+            if (lane_idx < 2) mbarrier_arrive(shared.rows.empty[(i - 1) % Shape::kStages], lane_idx);  // to both blocks
             form_dq(i - 1);
         }
         const uint32_t kept =
@@ -233,7 +215,8 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
     __device__ void form_dq(uint32_t i) {
         const uint32_t c = vote<2>(consumer), col = 64 * c + 128 * vote<2>(rank);
         shared.ds.consumer_wait(i);
-        if (c == 0) consumer_release_to_block(shared.ds, i, idx, 1 - rank);  // what it has sent has arrived
+        if (c == 0)  // what the other block has sent has arrived
+            if (idx == 0) mbarrier_arrive(shared.ds.empty[0], 1 - rank);
         if (has_part()) {
             warpgroup_arrive();
 #pragma unroll
@@ -283,8 +266,13 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
     if (warpgroup_idx == 0) {
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
         if (threadIdx.x == 0) load_wide_tiles<Shape>(p, shared, rank);
-        else if (threadIdx.x >= 32 && threadIdx.x < 64) load_wide_numbers<Shape>(p, shared);
-        else if (threadIdx.x == 96 && takes_turns) end_turns<Shape>(p, shared, shared.work, rank);
+        else if (threadIdx.x >= 32 && threadIdx.x < 64) {
+            let_next_kernel_begin();
+            wait_for_previous_kernel();
+            load_numbers<Shape>(p, shared, shared.work);
+            if (shared.work.count() > 0) barrier_sync(kRowBlocksDone, 128 * Shape::kConsumers + 32);
+            if (threadIdx.x == 32) report_dq<Shape>(p, shared.work);
+        } else if (threadIdx.x == 96 && takes_turns) end_turns<Shape>(p, shared, shared.work, rank);
         else if (threadIdx.x == 64 && takes_turns)
             shared.work.for_each([&](uint32_t i, int h, int m_block) {
                 wait_for_turn<Shape>(p, shared, shared.work, i, h, m_block, rank);

@@ -1,7 +1,6 @@
 // Launches of the backward pass on Hopper: zeros, delta, the kernel, and sums to gradients.
 #pragma once
 
-#include "common/device.h"
 #include "common/scores.cuh"
 #include "sm90/bwd/producer.cuh"
 

@@ -2,8 +2,7 @@
 // mask_bits.cuh, changed_scores.cuh, flash_mods_sm90.cu. Beside it: flash_dropout_sm90.cu. This file: a bias, which TMA
 // loads beside K, [64, kBlockN] for each consumer:
 //   producer ── TMA ──▶ ring.full ──▶ one consumer ── adds it to its scores ──▶ ring.empty ──▶ producer
-// Rows are not swizzled but padded to an odd number of 16 bytes: eight rows lie in different banks. kernels.h says what
-// TMA does not take.
+// Rows are padded to an odd number of 16 bytes: eight lie in different banks. kernels.h says what TMA does not take.
 #pragma once
 
 #include "mods/score_mods.cuh"

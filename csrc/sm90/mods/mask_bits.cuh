@@ -1,13 +1,11 @@
 // A mask of bool, made into bits by pack_mask(). A lane loads a word for all its scores in a row and a block of keys:
 //   words [batch_size, nheads, blocks of keys, rows, 4]    the lanes 4 · i + t read word t
 // A dimension that shares the mask has size 1. 8192 × 8192 bools become 8 to 17 MB, which stay in L2 for all heads.
-// Byte i has four of the block's keys 16 i to 16 i + 15 in its lower half, and the keys 64 later in its upper half: one
-// instruction makes predicates of four bits.
+// Byte i has four of the keys 16 i to 16 i + 15 below, those 64 later above: one instruction makes four predicates.
 #pragma once
 
 #include "common/launch.h"
 #include "common/scheduler.cuh"
-#include "flash.h"
 
 namespace sm90 {
 
