@@ -233,7 +233,8 @@ def call_matmul(dtype, head_dim, asks):
 
 
 CALLS = {"forward": (call_attention, FORWARD, ["_flash_fwd"]), "hopper": (call_attention, HOPPER, ["_flash_fwd"]),
-         "backward": (lambda *case: call_attention(*case).sum().backward(), BACKWARD, ["_flash_bwd_kv", "_flash_bwd_q"]),
+         "backward": (lambda *case: call_attention(*case).sum().backward(), BACKWARD,
+                      ["_flash_bwd_kv", "_flash_bwd_q"]),
          "decode": (call_decode, DECODE, ["_decode", "combine_splits"]), "append": (call_append, APPEND, ["_append"]),
          "matmul": (call_matmul, MATMUL, ["_matmul"])}
 

@@ -216,7 +216,8 @@ def parse_pip(words, monkeypatch):
 
 
 PROGRAMS = {"make": parse_make, "minimal-attn": parse_minimal_attn, "python": parse_python, "pip": parse_pip,
-            "torchrun": lambda words, monkeypatch: parse_python(words[2:], monkeypatch)}  # --nproc-per-node 2 -m MODULE
+            # torchrun --nproc-per-node 2 -m MODULE
+            "torchrun": lambda words, monkeypatch: run_main(importlib.import_module(words[3]), words[4:], monkeypatch)}
 
 
 def commands():
