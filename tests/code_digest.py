@@ -239,11 +239,7 @@ def kernels_of_library():
     from minimal_attn import _build
 
     with tempfile.TemporaryDirectory() as folder:
-        return all_kernels(kernels_of(_build.load().__file__, Path(folder)).values())
-
-
-def all_kernels(digests):
-    return sha(*sorted(digests))
+        return sha(*sorted(kernels_of(_build.load().__file__, Path(folder)).values()))
 
 
 def changed(record):
@@ -256,7 +252,7 @@ def changed(record):
 
 def recorded_kernels(record):
     """The digest of all kernels of the record's library."""
-    return all_kernels(kernel for entry in record["csrc"].values() for kernel in entry["kernels"])
+    return sha(*sorted(kernel for entry in record["csrc"].values() for kernel in entry["kernels"]))
 
 
 def code_of(files):

@@ -42,68 +42,36 @@ def check_error(call, error, match, given, change={}):
 
 # Arguments that each function takes.
 
-def pages():
-    return dict(q=randn(2, 4, 3, 16), k_cache=randn(5, 2, 4, 16), v_cache=randn(5, 2, 4, 16), seqused_k=one(9, 5),
-                page_table=one(0, 1, 2, 3, 4, 0).view(2, 3))
-
-
-def dense():
-    return dict(pages(), k_cache=randn(2, 2, 12, 16), v_cache=randn(2, 2, 12, 16), page_table=None)
-
-
-def packed():
-    return dict(pages(), q=randn(1, 4, 6, 16), cu_seqlens_q=one(0, 2, 6))
-
-
-def new_of_pages():
-    return dict(k=randn(2, 2, 3, 32), v=randn(2, 2, 3, 32), k_cache=randn(5, 2, 4, 32), v_cache=randn(5, 2, 4, 32),
-                seqused_k=one(9, 5), page_table=one(0, 1, 2, 3, 4, 0).view(2, 3), rotary_cos=randn(12, 8),
-                rotary_sin=randn(12, 8))
-
-
-def new_of_dense():
-    return dict(new_of_pages(), k_cache=randn(2, 2, 12, 32), v_cache=randn(2, 2, 12, 32), page_table=None)
-
-
-def new_of_packed():
-    return dict(new_of_pages(), k=randn(1, 2, 6, 32), v=randn(1, 2, 6, 32), cu_seqlens_k_new=one(0, 2, 6))
-
-
-def with_new():
-    return dict(q=randn(2, 4, 3, 32), **new_of_pages(), causal=True)
-
-
-def tables():
-    return {"q": randn(9, 4, 32), "k": randn(10, 16, 2, 32), "v": randn(10, 16, 2, 32),
-            "cu_seqlens_q": one(0, 1, 6, 9), "seqused_k": one(9, 5, 33), "block_table": torch.arange(
-                9, dtype=torch.int32).view(3, 3)}
-
-
-def by_flash_attn():
-    return dict(q=randn(3, 2, 4, 16), k_cache=randn(3, 20, 2, 16), v_cache=randn(3, 20, 2, 16), cache_seqlens=9)
-
-
-def slots():
-    return dict(key=randn(5, 2, 16), value=randn(5, 2, 8), key_cache=randn(3, 4, 2, 16), value_cache=randn(3, 4, 2, 8),
-                slot_mapping=torch.tensor([0, 3, -1, 11, 5]))
-
-
-def partial():
-    return {"out_partial": PARTIAL, "lse_partial": PARTIAL_LSE}
-
-
-def metadata():
-    return dict(zip(("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim"),
-                    (1, 1, 9, 4, 2, 16)), cache_seqlens=one(9))
-
-
 TABLE = torch.randn(12, 8)
+PARTIAL, PARTIAL_LSE = torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 5, 4)
+PAGES = dict(q=randn(2, 4, 3, 16), k_cache=randn(5, 2, 4, 16), v_cache=randn(5, 2, 4, 16), seqused_k=one(9, 5),
+             page_table=one(0, 1, 2, 3, 4, 0).view(2, 3))
+APPEND = dict(k=randn(2, 2, 3, 32), v=randn(2, 2, 3, 32), k_cache=randn(5, 2, 4, 32), v_cache=randn(5, 2, 4, 32),
+              seqused_k=one(9, 5), page_table=one(0, 1, 2, 3, 4, 0).view(2, 3), rotary_cos=TABLE, rotary_sin=TABLE)
+GIVEN = {
+    "pages": PAGES,
+    "dense": dict(PAGES, k_cache=randn(2, 2, 12, 16), v_cache=randn(2, 2, 12, 16), page_table=None),
+    "packed": dict(PAGES, q=randn(1, 4, 6, 16), cu_seqlens_q=one(0, 2, 6)),
+    "new_of_pages": APPEND,
+    "new_of_dense": dict(APPEND, k_cache=randn(2, 2, 12, 32), v_cache=randn(2, 2, 12, 32), page_table=None),
+    "new_of_packed": dict(APPEND, k=randn(1, 2, 6, 32), v=randn(1, 2, 6, 32), cu_seqlens_k_new=one(0, 2, 6)),
+    "tables": dict(q=randn(9, 4, 32), k=randn(10, 16, 2, 32), v=randn(10, 16, 2, 32), cu_seqlens_q=one(0, 1, 6, 9),
+                   seqused_k=one(9, 5, 33), block_table=one(*range(9)).view(3, 3)),
+    "by_flash_attn": dict(q=randn(3, 2, 4, 16), k_cache=randn(3, 20, 2, 16), v_cache=randn(3, 20, 2, 16),
+                          cache_seqlens=9),
+    "slots": dict(key=randn(5, 2, 16), value=randn(5, 2, 8), key_cache=randn(3, 4, 2, 16),
+                  value_cache=randn(3, 4, 2, 8), slot_mapping=torch.tensor([0, 3, -1, 11, 5])),
+    "partial": dict(out_partial=PARTIAL, lse_partial=PARTIAL_LSE),
+    "metadata": dict(batch_size=1, max_seqlen_q=1, max_seqlen_k=9, num_heads_q=4, num_heads_kv=2, headdim=16,
+                     cache_seqlens=one(9)),
+}
+GIVEN |= {f"{name}_in_attention": dict(GIVEN[name], q=randn(2, 4, 3, 32), causal=True)
+          for name in ("new_of_pages", "new_of_dense", "new_of_packed")}
 NEW = dict(k=randn(3, 2, 2, 16), v=randn(3, 2, 2, 16))
 NEW_PACKED = dict(k=randn(6, 2, 16), v=randn(6, 2, 16), cu_seqlens_k_new=one(0, 1, 4, 6))
 TWO_PAGES = one(*range(3), *range(3)).view(3, 2)
 NO_NEW = dict(k=None, v=None)
 NO_ROTATION = dict(rotary_cos=None, rotary_sin=None)
-PARTIAL, PARTIAL_LSE = torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 5, 4)
 
 # (error, what changes, what the error says: the name of the first argument that changes, if nothing else stands here).
 OF_PAGES = [
@@ -336,15 +304,18 @@ COMBINE = [
     (NotImplementedError, dict(out_partial=PARTIAL.clone().requires_grad_()),
      "flash_attn_combine has no backward pass yet"),
 ]
-METADATA = [(TypeError, dict(cache_seqlens=9), "cache_seqlens must be a torch.Tensor, got int")]
 CASES = [(call, given, *row) for call, given, rows in [
-    (attention_with_kvcache, pages, OF_PAGES), (attention_with_kvcache, dense, OF_DENSE),
-    (attention_with_kvcache, packed, OF_PACKED), (attention_with_kvcache, with_new, WITH_NEW),
-    (append_to_kvcache, new_of_pages, NEW_OF_PAGES), (append_to_kvcache, new_of_dense, NEW_OF_DENSE),
-    (append_to_kvcache, new_of_packed, NEW_OF_PACKED), (flash_attn_varlen_func, tables, VARLEN),
-    (flash_attn_with_kvcache, by_flash_attn, WITH_KVCACHE), (reshape_and_cache, slots, SLOTS),
-    (flash_attn_combine, partial, COMBINE), (minimal_attn.get_scheduler_metadata, metadata, METADATA),
+    (attention_with_kvcache, "pages", OF_PAGES), (attention_with_kvcache, "dense", OF_DENSE),
+    (attention_with_kvcache, "packed", OF_PACKED), (attention_with_kvcache, "new_of_pages_in_attention", WITH_NEW),
+    (append_to_kvcache, "new_of_pages", NEW_OF_PAGES), (append_to_kvcache, "new_of_dense", NEW_OF_DENSE),
+    (append_to_kvcache, "new_of_packed", NEW_OF_PACKED), (flash_attn_varlen_func, "tables", VARLEN),
+    (flash_attn_with_kvcache, "by_flash_attn", WITH_KVCACHE), (reshape_and_cache, "slots", SLOTS),
+    (flash_attn_combine, "partial", COMBINE), (minimal_attn.get_scheduler_metadata, "metadata", [
+        (TypeError, dict(cache_seqlens=9), "cache_seqlens must be a torch.Tensor, got int")]),
 ] for row in rows]
+# New keys of attention_with_kvcache are checked as those of append_to_kvcache.
+CASES += [(attention_with_kvcache, f"{given}_in_attention", *row) for call, given, *row in CASES
+          if call is append_to_kvcache and row[1].get("k_cache", row) is not None]
 
 
 def name_of(x):
@@ -354,34 +325,19 @@ def name_of(x):
 @cpu
 @pytest.mark.parametrize("call, arguments, error, change, says", [(*x, None)[:5] for x in CASES], ids=name_of)
 def test_bad_input(call, arguments, error, change, says):
-    call(**arguments())
-    check_error(call, error, says or rf"\b{next(iter(change))}\b", arguments(), change)
-
-
-@cpu
-@pytest.mark.parametrize("arguments, error, change, says", [
-    (arguments, *row, None)[:4] for call, arguments, *row in CASES
-    if call is append_to_kvcache and row[1].get("k_cache", row) is not None], ids=name_of)
-def test_bad_input_of_append_in_attention(arguments, error, change, says):
-    """New keys of attention_with_kvcache are checked as those of append_to_kvcache."""
-    given = dict(q=randn(2, 4, 3, 32), **arguments(), causal=True)
-    attention_with_kvcache(**given)
-    check_error(attention_with_kvcache, error, says or rf"\b{next(iter(change))}\b", given, change)
+    call(**GIVEN[arguments])
+    check_error(call, error, says or rf"\b{next(iter(change))}\b", GIVEN[arguments], change)
 
 
 @cpu
 def test_with_kvcache_takes_new_keys():
-    flash_attn_with_kvcache(**by_flash_attn(), **NEW)
-
-
-def all_requiring():
-    return dict(q=randn(2, 4, 3, 32), sinks=torch.ones(4), **new_of_pages())
+    flash_attn_with_kvcache(**GIVEN["by_flash_attn"], **NEW)
 
 
 @pytest.mark.parametrize("name", ["q", "sinks", "k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin"])
 def test_gradients_are_refused(name, backend):
     given = {key: on_device(x.to(BACKENDS[backend]) if x.is_floating_point() else x)
-             for key, x in all_requiring().items()}
+             for key, x in dict(APPEND, q=randn(2, 4, 3, 32), sinks=torch.ones(4)).items()}
     of_append = {key: x for key, x in given.items() if key not in ("q", "sinks")}
     calls = [("attention_with_kvcache", attention_with_kvcache, given)]
     if name in of_append:
@@ -402,11 +358,10 @@ def test_gradients_are_refused(name, backend):
 @cpu
 def test_errors_while_tracing():
     """Dynamo fails in its own words, but with ours among them."""
-    given = new_of_pages()
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="ValueError.*page_table must be int32 .*2, max_pages"):
         torch.compile(append_to_kvcache, fullgraph=True, backend="eager")(
-            **{**given, "page_table": given["page_table"][:1]})
+            **{**APPEND, "page_table": APPEND["page_table"][:1]})
 
 
 # The compiled ops check what the facade has checked: they write or read out of bounds otherwise.

@@ -140,15 +140,13 @@ def arguments(**change):
 @cpu
 @pytest.mark.parametrize("error, match, change", [
     (TypeError, "tree_mask must be a torch.Tensor, got list", dict(tree_mask=[1])),
-    (TypeError, "tree_mask must be bool or int64 .* got a torch.int32",
-     dict(tree_mask=BRANCHES.int())),
+    (TypeError, "tree_mask must be bool or int64 .* got a torch.int32", dict(tree_mask=BRANCHES.int())),
     (ValueError, "tree_mask must be .* on meta", dict(tree_mask=BRANCHES.to("meta"))),
     (ValueError, r"tree_mask must be .* got a torch.bool tensor of shape \(3, 5, 5\)",
      dict(tree_mask=BRANCHES.expand(3, 5, 5))),
     (ValueError, r"tree_mask must be .* got a torch.bool tensor of shape \(5, 20\)",
      dict(tree_mask=torch.ones(5, 20).bool())),
-    (ValueError, r"tree_mask must be .* got a torch.int64 tensor of shape \(5, 5\)",
-     dict(tree_mask=BRANCHES.long())),
+    (ValueError, r"tree_mask must be .* got a torch.int64 tensor of shape \(5, 5\)", dict(tree_mask=BRANCHES.long())),
     (ValueError, "tree_mask serves up to 64 rows, got 65",
      dict(q=torch.randn(2, 4, 65, 16), tree_mask=torch.ones(65, 65).bool())),
     (ValueError, "causal=True cannot be given together with tree_mask, which takes its place", dict(causal=True)),

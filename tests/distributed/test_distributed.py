@@ -340,10 +340,6 @@ def module_in_rank(group):
         assert split(shard(x, group, 0)[None]).dtype == torch.bfloat16
 
 
-def test_module_of_packed_documents(four):
-    four.run(module_in_rank)
-
-
 @ranks.in_group()
 def padding_in_rank(group):
     """NaN in padding changes nothing, and gets no gradient."""
@@ -359,8 +355,9 @@ def padding_in_rank(group):
         torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-def test_padding_changes_nothing(four):
-    four.run(padding_in_rank)
+@pytest.mark.parametrize("in_rank", [module_in_rank, padding_in_rank])
+def test_packed_module_and_padding(in_rank, four):
+    four.run(in_rank)
 
 
 # The benchmark.

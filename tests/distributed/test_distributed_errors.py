@@ -17,7 +17,6 @@ from test_distributed import METHODS
 
 pytestmark = pytest.mark.cpu
 
-
 Q, K = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
 REFUSED = [
     ("TypeError: dropout_seed must be a torch.Tensor", dict(dropout_p=0.1, dropout_seed=5)),

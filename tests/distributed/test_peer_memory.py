@@ -1,5 +1,7 @@
 """Peer memory of the all-gather, which files stand for, and the heads that are gathered one group after the other."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -57,10 +59,6 @@ def unopened_in_rank(group, folder):
             assert peer_memory.opened(group, torch.device("cpu")) is None
 
 
-def test_warning_without_peer_memory(four, tmp_path):
-    four.run(unopened_in_rank, tmp_path)
-
-
 @ranks.in_group()
 def grown_in_rank(group, folder):
     """Values that a rank finds in the slots of the other while they grow, and after one that nobody fetched from."""
@@ -84,10 +82,6 @@ def test_slots_grow(four, tmp_path):
         assert found == [(mb, {10 * step + other}) for step, mb in enumerate((2, 2, 24, 24, 24))]
 
 
-def no_memory(*_, **__):
-    raise torch.OutOfMemoryError("none left")
-
-
 @ranks.in_group()
 def failing_growth_in_rank(group, folder):
     """Rank 0 has no memory: both raise, and the next call has slots again."""
@@ -100,7 +94,7 @@ def failing_growth_in_rank(group, folder):
         memory.slot((1,), torch.int64)
         with pytest.MonkeyPatch.context() as failing, pytest.raises(torch.OutOfMemoryError, match="a rank has no"):
             if rank == 0:
-                failing.setattr(symmetric_memory, "empty", no_memory)
+                failing.setattr(symmetric_memory, "empty", Mock(side_effect=torch.OutOfMemoryError("none left")))
             memory.slot((1 << 20,), torch.int64)
         assert memory.slot_bytes == 0 and memory.handle is None
         slot, there = memory.slot((3,), torch.int64), torch.empty(3, dtype=torch.int64)
@@ -109,8 +103,9 @@ def failing_growth_in_rank(group, folder):
         assert there.tolist() == 3 * [1 - rank]
 
 
-def test_growth_that_fails_on_one_rank(four, tmp_path):
-    four.run(failing_growth_in_rank, tmp_path)
+@pytest.mark.parametrize("in_rank", [unopened_in_rank, failing_growth_in_rank])
+def test_without_memory(in_rank, four, tmp_path):
+    four.run(in_rank, tmp_path)
 
 
 @pytest.mark.parametrize("has_peers, size, heads, heads_k, rows, forward, backward", [

@@ -16,7 +16,7 @@ import pytest
 import faults
 from cases import CAMPAIGN, slow_unless
 from conftest import made_once
-from test_sanitizers import assert_passed, cxx
+from test_sanitizers import assert_passed, cxx, run
 
 EMULATOR = Path(__file__).parent
 DRIVER, DECODE_DRIVER = EMULATOR / "drivers/driver.cpp", EMULATOR / "drivers/decode_driver.cpp"
@@ -59,8 +59,7 @@ KERNEL_CASES = {
                         "scale_30", "clamped", "tree", "tree_tiles", "tree_64", "tree_causal", "uneven",
                         "uneven_heads"],
     "cache/decode_sm90.cu": ["tall_64", "tall_narrow", "tall_pages", "tall_splits", "tall_everything", "tall_tree",
-                             "tall_uneven",
-                             "mixed_lengths", "mixed_padding", "all_kernels"],
+                             "tall_uneven", "mixed_lengths", "mixed_padding", "all_kernels"],
     "cache/prefill_sm90.cu": ["prefill_pages", "prefill_interleaved", "prefill_leftpad", "prefill_batch_idx",
                               "prefill_clamped"],
     "sm90/flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
@@ -96,10 +95,6 @@ SHOWN_TO = {
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600),  # the first test compiles csrc
               pytest.mark.skipif(not shutil.which(CXX), reason=f"no C++ compiler: {CXX} is not on PATH")]
-
-
-def run(driver, *arguments):
-    return subprocess.run([driver, *arguments], capture_output=True, text=True, timeout=240)
 
 
 def emulated(csrc):

@@ -23,8 +23,8 @@ from conftest import HAS_GPU
 from minimal_attn import activated
 from minimal_attn.sdpa import activation, aten
 
+pytestmark = pytest.mark.cpu
 ATEN = torch.ops.aten
-cpu = pytest.mark.cpu
 drawn = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -87,7 +87,6 @@ size = st.integers(1, 9)
 scales = st.sampled_from([None, 0.7, -0.4])
 
 
-@cpu
 @drawn
 @given(batch_size=st.integers(1, 2), heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]), rows=size, keys=size,
        head_dim=size, is_causal=st.booleans(), scale=scales, rows_first=st.booleans(), is_sdpa=st.booleans())
@@ -117,7 +116,6 @@ def cu_seqlens(lengths, device="cpu"):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
 
 
-@cpu
 @drawn
 @given(lengths=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=3), head_dim=size,
        window=st.sampled_from([(-1, -1), (-1, 0), (2, 0), (1, 2), (None, None)]), scale=scales,
@@ -160,7 +158,6 @@ def biases(batch_size, nheads, rows, keys):
             (batch_size, nheads, rows, 1)]
 
 
-@cpu
 @drawn
 @given(batch_size=st.integers(1, 2), heads=st.sampled_from([(2, 2), (4, 2)]), rows=size, keys=size, head_dim=size,
        head_dim_v=size, kind=st.integers(-1, 5), scale=scales, compute_lse=st.booleans(), rows_first=st.booleans())
@@ -189,7 +186,6 @@ def test_cudnn(in_fp64, batch_size, heads, rows, keys, head_dim, head_dim_v, kin
     assert_alike(backward(None, *rest, scale=scale), want[2:5])  # as graphs of torch.export have it
 
 
-@cpu
 @drawn
 @given(batch_size=st.integers(1, 2), nheads=st.integers(1, 3), rows=st.sampled_from([1, 5, 9, 32, 33]), keys=size,
        head_dim=size, head_dim_v=size, kind=st.sampled_from(["none", "causal", "bias", "shared bias", "hidden rows"]),
@@ -242,7 +238,6 @@ def assert_same_form(got, want):
             assert strides[0] == strides[1]
 
 
-@cpu
 @pytest.mark.parametrize("rows_first, is_sliced", [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient", "packed"])
 def test_outputs_have_the_form_that_torch_says(name, rows_first, is_sliced):
@@ -311,7 +306,6 @@ NOT_SERVED = {
 }
 
 
-@cpu
 @pytest.mark.parametrize("call", NOT_SERVED.values(), ids=NOT_SERVED)
 def test_not_served(call):
     with pytest.raises(aten.Unserved):
@@ -365,7 +359,6 @@ def deactivate_in_another_thread():
     thread.join()
 
 
-@cpu
 @pytest.mark.parametrize("on, off", [
     (minimal_attn.activate, minimal_attn.deactivate), (minimal_attn.activate, deactivate_in_another_thread),
     (lambda: attention.activate_flash_attention_impl("minimal_attn"), attention.restore_flash_attention_impl)],
@@ -384,7 +377,6 @@ def test_dispatch_table_changes_and_is_restored(on, off, originals):
     assert tables() == before
 
 
-@cpu
 def test_activated_nests_and_ends_with_an_error(originals):
     before = tables()
     with pytest.raises(ZeroDivisionError), activated():
@@ -399,7 +391,6 @@ def test_activated_nests_and_ends_with_an_error(originals):
     assert is_active()
 
 
-@cpu
 def test_activated_restores_another_implementation(originals):
     class Handle:
         def remove(self):
@@ -415,7 +406,6 @@ def test_activated_restores_another_implementation(originals):
     assert attention.current_flash_attention_impl() == "another"
 
 
-@cpu
 def test_activate_without_kernels_for_gpus(monkeypatch):
     monkeypatch.setattr(activation._build, "why_not", lambda on_gpu: "no nvcc" if on_gpu else None)
     for call in (minimal_attn.activate, activated().__enter__):
@@ -435,7 +425,6 @@ def ops_of(q, k, v, bias):
                 q, k, v, None, torch.is_grad_enabled(), 0.0, True)[0], visible(rows, keys, True, False))}
 
 
-@cpu
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
 @pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_autograd_and_compile(on_cpu, name, backend):
@@ -455,7 +444,6 @@ def test_autograd_and_compile(on_cpu, name, backend):
         assert call(q, k, v).equal(out)
 
 
-@cpu
 @pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_gradient_of_a_bias_alone(on_cpu, backend):
     """torch then asks for no lse, which its own backward pass would need."""
@@ -472,7 +460,6 @@ def test_gradient_of_a_bias_alone(on_cpu, backend):
     assert_near((out, *torch.autograd.grad(out, bias, dout)), (want[0], 2 * want[-1].sum_to_size(bias.shape)))
 
 
-@cpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("last", [1, 40])
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])
@@ -513,7 +500,6 @@ def asked(originals, monkeypatch):
     overrides.remove()
 
 
-@cpu
 @pytest.mark.parametrize("name, options, lengths", EVERYDAY.values(), ids=EVERYDAY)
 def test_everyday_calls_do_without_python(asked, name, options, lengths):
     """C++ and Python return the same bits in the same form."""
@@ -549,7 +535,6 @@ UNUSUAL = {
 }
 
 
-@cpu
 @pytest.mark.parametrize("name, arguments", UNUSUAL.values(), ids=UNUSUAL)
 def test_unusual_calls_are_left_to_python(asked, name, arguments):
     """Which serves them, or has torch's own kernel serve them, with all arguments."""

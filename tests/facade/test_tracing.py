@@ -63,10 +63,6 @@ def append(backend, k, v, k_cache, v_cache, seqused):
     return append_to_kvcache(k, v, *caches, seqused, backend=backend), *caches
 
 
-def attend_and_append(backend, q, k_cache, v_cache, seqused):
-    return flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=seqused, causal=True, backend=backend)
-
-
 Q, KV = ("x", "b", H, "s", D), ("x", "b", H, "t", D)
 ROWS, PACKED = ("x", "b", "s", H, D), ("x", "s", H, D)
 CALLS = [
@@ -92,7 +88,9 @@ CALLS = [
     call("pages", lambda backend, q, k_cache, v_cache, seqused, pages: attention_with_kvcache(
         q, k_cache, v_cache, seqused, page_table=pages, backend=backend), ("x", 2, H, 3, D), ("x", "s", 2, 4, D),
         ("x", "s", 2, 4, D), ("used", 2), ("pages", 2, "t")),
-    call("with_kvcache", attend_and_append, ("x", "b", 3, H, D), ROWS, ROWS, ("used", "b")),
+    call("with_kvcache", lambda backend, q, k_cache, v_cache, seqused: flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=seqused, causal=True, backend=backend), ("x", "b", 3, H, D), ROWS, ROWS,
+        ("used", "b")),
     call("append", append, ("x", "b", 2, 3, D), ("x", "b", 2, 3, D), ("x", "b", 2, "s", D), ("x", "b", 2, "s", D),
          ("used", "b")),
 ]

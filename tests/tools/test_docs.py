@@ -209,10 +209,6 @@ def parse_python(words, monkeypatch):
         assert importlib.util.find_spec(f"{words[1]}.__main__")
 
 
-def parse_torchrun(words, monkeypatch):
-    run_main(importlib.import_module(words[3]), words[4:], monkeypatch)  # --nproc-per-node 2 -m MODULE
-
-
 def parse_pip(words, monkeypatch):
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().split("optional-dep")[1], re.M)
     for of_word in re.findall(r"(?:\.|minimal_attn)\[(.*?)\]", " ".join(words)):
@@ -220,7 +216,8 @@ def parse_pip(words, monkeypatch):
 
 
 PROGRAMS = {"make": parse_make, "minimal-attn": parse_minimal_attn, "python": parse_python, "pip": parse_pip,
-            "torchrun": parse_torchrun}
+            # torchrun --nproc-per-node 2 -m MODULE
+            "torchrun": lambda words, monkeypatch: run_main(importlib.import_module(words[3]), words[4:], monkeypatch)}
 
 
 def commands():

@@ -20,16 +20,11 @@ def code():
     return json.loads(RECORD.read_text())
 
 
-def suites():
-    """In the order in which they ran."""
-    found = [ElementTree.parse(file).getroot()[0] for file in RECORD.parent.glob("*.xml")]
-    return sorted(found, key=lambda suite: suite.get("timestamp"))
-
-
 def test_record_has_no_failure():
     """The last outcome of a test counts."""
     outcomes = {}
-    for suite in suites():
+    suites = [ElementTree.parse(file).getroot()[0] for file in RECORD.parent.glob("*.xml")]
+    for suite in sorted(suites, key=lambda suite: suite.get("timestamp")):
         for case in suite.iter("testcase"):
             outcomes[case.get("classname"), case.get("name")] = {x.tag for x in case} - {"properties"}
     assert not [test for test, tags in outcomes.items() if tags & {"failure", "error"}]

@@ -1,11 +1,8 @@
-// The cases of driver.cpp: shapes and options of one call each, by their kernels. Include it after the kernels or their
-// headers; HAS_GPU says whether there are those of a GPU.
+// The cases of driver.cpp: shapes and options of one call each, by their kernels. Include it after
+// driver_common.h.
 #pragma once
 
-#include <algorithm>
 #include <optional>
-#include <string>
-#include <vector>
 
 enum Layout {
     kHeads,   // [batch, head, row, head_dim]
@@ -57,34 +54,20 @@ Case packed(Case c, std::vector<int> cu_seqlens_q, std::vector<int> cu_seqlens_k
     if (!c.seqlen_k) c.seqlen_k = cu_seqlens_k.back() + 9;
     return c;
 }
-Case head_dim_of_v(Case c, int head_dim_v) {
-    c.head_dim_v = head_dim_v;
+template <auto kMember> Case with(Case c, auto value) {
+    c.*kMember = value;
     return c;
 }
-Case with_spike(Case c, int begin, int end) {
-    c.spike = {begin, end};
-    return c;
-}
-Case in_any_order(Case c) {
-    c.in_any_order = true;
-    return c;
-}
-Case part_of_more(Case c) {
-    c.is_part = true;
-    return c;
-}
-Case with_sinks(Case c) {
-    c.has_sinks = true;
-    return c;
-}
+Case head_dim_of_v(Case c, int head_dim_v) { return with<&Case::head_dim_v>(c, head_dim_v); }
+Case with_spike(Case c, int begin, int end) { return with<&Case::spike>(c, std::vector{begin, end}); }
+Case in_any_order(Case c) { return with<&Case::in_any_order>(c, true); }
+Case part_of_more(Case c) { return with<&Case::is_part>(c, true); }
+Case with_sinks(Case c) { return with<&Case::has_sinks>(c, true); }
 Case with_mods(Case c, double softcap, bool has_alibi, std::optional<DType> bias = {}, std::string shape = "BHRK") {
     c.softcap = softcap, c.has_alibi = has_alibi, c.bias = bias, c.bias_shape = shape;
     return c;
 }
-Case lengths_of_keys(Case c, std::vector<int> seqused_k) {
-    c.seqused_k = seqused_k;
-    return c;
-}
+Case lengths_of_keys(Case c, std::vector<int> seqused_k) { return with<&Case::seqused_k>(c, seqused_k); }
 
 constexpr DType boolean = DType::kBool, f32 = DType::kFloat32;
 constexpr DType f16 = DType::kFloat16, b16 = DType::kBFloat16;
@@ -109,7 +92,6 @@ const std::vector<Case> cases = {
     {"fp32_64_long",      f32, 1, 1, 1, 520,  70,  64, false, kRows},
     {"fp32_128_long",     f32, 1, 1, 1, 514,  40, 128, true,  kHeads},
     {"fp32_256_long",     f32, 1, 1, 1, 513,  20, 136, false, kGaps},
-#if HAS_GPU
     {"sm80_fp16_64",      f16, 1, 2, 1, 130, 150,  64, true,  kHeads,    {},   kSm80, 0.25},
     {"sm80_fp16_96",      f16, 1, 1, 1, 129,  70,  88, false, kRows,     {},   kSm80},
     {"sm80_fp16_128",     f16, 1, 2, 2, 140, 140, 128, true,  kRows,     {133}, kSm80},
@@ -135,7 +117,6 @@ const std::vector<Case> cases = {
     {"sm80_order",        b16, 1, 2, 1,  70, 200,  96, false, kHeads,    {},   kSm80},
     {"sm80_order_causal", f16, 1, 1, 1, 130, 260,  80, true,  kRows,     {},   kSm80},
     {"sm80_order_narrow", f16, 1, 1, 1,  40, 130, 136, true,  kRows,     {},   kSm80Narrow},
-#endif
     // What else the interface allows.
     {"gqa",               f32, 2, 6, 2,   3,  70,  16, true,  kRows},
     {"dropout",           f32, 2, 4, 2,  83,  70,  20, true,  kRows,     {}, kBest, 0.1},
@@ -144,7 +125,6 @@ const std::vector<Case> cases = {
     {"seq_lens_clamped",  f32, 4, 1, 1,  67,  67,  20, false, kHeads,    {1 << 30, 66, 0, -5}},
     {"rows_without_keys", f32, 1, 1, 1, 130,  60,  16, true},
     {"one",               f32, 1, 1, 1,   1,   1,   1, true},
-#if HAS_GPU
     // Every tile in both dtypes; lengths about those of the blocks, several blocks of rows and of keys.
     {"sm90_64",           f16, 1, 2, 1, 193, 257,  64, false, kHeads,    {},   kSm90},
     {"sm90_64_causal",    b16, 1, 1, 1, 385, 384,  64, true,  kRows,     {},   kSm90},
@@ -217,11 +197,9 @@ const std::vector<Case> cases = {
     {"sm90_scale_30_128", b16, 1, 1, 1,  70, 257, 128, false, kHeads,    {},   kSm90, 0, 30},
     {"sm90_scale_30_192", b16, 1, 1, 1,  70, 241, 192, false, kHeads,    {},   kSm90, 0, 30},
     {"sm90_scale_30_256", f16, 1, 1, 1,  70, 193, 256, false, kRows,     {},   kSm90, 0, 30},
-#endif
     // Windows: wider than a block of keys, narrower, and of one key. Blocks may be cut at both ends.
     window({"simt_window",      f32, 1, 2, 1, 150, 170,  36, false, kGaps}, 30, 20),
     window({"simt_window_one",  f32, 2, 1, 1,  70,  70, 100, false, kRows}, 0, 0),
-#if HAS_GPU
     window({"dmma_window",      f32, 1, 1, 1, 130, 200,  64, false, kHeads,  {}, kDmma}, 40, 0),
     window({"sm80_window",      f16, 1, 2, 1, 200, 300,  64, false, kHeads,  {}, kSm80}, 150, 0),
     window({"sm80_window_both", b16, 2, 2, 2, 150, 150, 128, false, kRows,   {}, kSm80, 0.25}, 20, 33),
@@ -242,13 +220,11 @@ const std::vector<Case> cases = {
     window(with_spike({"sm90_window_spike", f16, 1, 1, 1, 400, 400, 64, false, kHeads, {}, kSm90, 0, 30}, 128, 256),
            200, 0),
     window({"sm90_window_below_0", f16, 1, 1, 1, 70, 300, 64, false, kHeads, {}, kSm90, 0, -1}, 150, 0),
-#endif
     // Packed batches: samples of no rows, of no keys, of one row, and longer than a tile.
     packed({"simt_packed",        f32, 1, 2, 1, 0, 0,  40, false, kRows}, {0, 70, 70, 71, 100, 109},
            {0, 5, 70, 71, 71, 170}),
     packed({"simt_packed_causal", f32, 1, 2, 2, 0, 0,  72, true,  kHeads}, {0, 3, 90, 130}, {0, 60, 61, 140}),
     packed({"simt_packed_drop",   f16, 1, 2, 1, 0, 0,  40, false, kRows, {}, kBest, 0.25}, {0, 40, 61}, {0, 20, 90}),
-#if HAS_GPU
     packed({"dmma_packed",        f32, 1, 2, 1, 0, 0,  64, true,  kRows,  {}, kDmma}, {0, 70, 70, 71, 150},
            {0, 5, 70, 71, 230}),
     packed({"sm80_packed",        f16, 1, 2, 1, 0, 0,  64, false, kRows,  {}, kSm80}, {0, 150, 150, 151, 200, 330},
@@ -268,12 +244,10 @@ const std::vector<Case> cases = {
            {0, 64, 64, 193}),
     part_of_more(packed({"sm90_packed_drop", b16, 1, 4, 2, 0, 0, 256, true, kHeads, {}, kSm90, 0.25}, {0, 33, 33, 170},
                         {0, 33, 50, 190})),
-#endif
     // Rows and keys with lengths of their own, in both layouts. The keys of packed samples may then overlap.
     lengths_of_keys({"simt_lengths", f32, 3, 2, 1,  70, 130,  40, true, kRows,  {70, 33, 0}}, {130, 5, 60}),
     packed({"simt_overlap",       f32, 1, 2, 1, 0, 0,  40, true,  kRows,  {33, 50, 10}}, {0, 40, 90, 100},
            {0, 0, 30, 130}, {60, 130, 9}),
-#if HAS_GPU
     lengths_of_keys({"sm80_lengths", f16, 3, 4, 1, 150, 300,  64, true, kRows,  {150, 65, 0}, kSm80}, {300, 5, 60}),
     // The first sample has the most splits, more than the padded lengths would give it without a limit.
     lengths_of_keys({"sm80_splits_short", b16, 2, 20, 1, 110, 200, 64, true, kRows, {110, 110}, kSm80}, {40, 200}),
@@ -285,13 +259,11 @@ const std::vector<Case> cases = {
            {3, 50, 139, 1 << 30}),
     packed({"sm90_clamped",       f16, 1, 1, 1, 99, 139, 64, true, kHeads, {}, kSm90}, {-7, 50, 60, 1 << 30},
            {3, 90, 140, 1 << 30}),
-#endif
     // V, and out, of another head_dim; sinks, also of rows without keys and of rows beyond the end of a sample.
     head_dim_of_v({"simt_wide_v",  f32, 1, 2, 1,  70,  70,  20, true,  kRows,  {65}}, 72),
     head_dim_of_v({"simt_narrow_v", f16, 1, 1, 1, 66,  65,  72, false, kGaps,  {}, kBest, 0.25}, 5),
     with_sinks({"simt_sinks",      f32, 2, 2, 1,  70,  40,  20, true,  kRows,  {70, 33}}),
     packed(with_sinks({"simt_packed_sinks", f32, 1, 2, 1, 0, 0, 40, true, kRows}), {0, 40, 40, 61}, {0, 20, 30, 90}),
-#if HAS_GPU
     head_dim_of_v({"dmma_wide_v",   f32, 1, 1, 1,  66, 130,  40, true,  kHeads, {}, kDmma}, 100),
     head_dim_of_v({"sm80_wide_v",   b16, 2, 4, 2, 140, 140,  40, true,  kRows,  {3, 129}, kSm80, 0.25}, 104),
     head_dim_of_v({"sm80_narrow_v", f16, 1, 2, 1,  70, 130, 192, false, kSlices, {}, kSm80}, 128),
@@ -305,7 +277,6 @@ const std::vector<Case> cases = {
     with_sinks({"sm90_sinks",       f16, 2, 4, 2, 200, 130,  64, true,  kRows,  {200, 165}, kSm90}),
     packed(with_sinks({"sm90_packed_sinks", b16, 1, 2, 1, 0, 0, 128, true, kRows, {}, kSm90}), {0, 70, 70, 271},
            {0, 70, 99, 100}),
-#endif
     // Softcap, ALiBi, biases of several dtypes and shapes, masks.
     with_mods({"simt_softcap",      f32, 1, 2, 1,  70, 130,  40, true,  kGaps}, 2, false),
     with_mods({"simt_alibi",        f16, 2, 2, 1, 140,  70,  72, false, kRows, {}, kBest, 0.25}, 0, true),
@@ -316,7 +287,6 @@ const std::vector<Case> cases = {
     packed(with_mods({"simt_packed_mods", f32, 1, 2, 1, 0, 0, 40, true, kRows}, 4, true), {0, 40, 40, 61},
            {0, 20, 30, 90}),
     with_sinks(with_mods({"simt_mask_sinks", f32, 1, 2, 1, 70, 66, 20, true, kRows}, 0, true, boolean, "HRK")),
-#if HAS_GPU
     with_mods({"sm80_softcap",      f16, 1, 2, 1, 130, 150,  64, true,  kHeads, {}, kSm80}, 2, false),
     part_of_more(with_mods({"sm80_softcap_drop", b16, 1, 4, 1, 130, 100, 128, false, kRows, {}, kSm80, 0.25}, 2,
                            false)),
@@ -357,7 +327,6 @@ const std::vector<Case> cases = {
            {0, 70, 99, 400}),
     window(with_mods({"sm90_window_mods", b16, 1, 4, 1, 210, 312, 40, false, kRows, {}, kSm90}, 3, false, b16, "RK"), 20,
            33),
-#endif
 #if MINIMAL_ATTN_EMULATED  // a backward pass is not asked for it
     {"sm90_no_rows",      f16, 1, 2, 1,   0, 200,  64, false, kHeads,    {},   kSm90},
 #endif

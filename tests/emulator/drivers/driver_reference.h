@@ -2,14 +2,9 @@
 // Include it after driver_common.h and driver_cases.h.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cmath>
-#include <optional>
 #include <random>
-#include <stdexcept>
-#include <string>
-#include <vector>
 
 // [batch_size, heads, rows, head_dim], on host and device; NaN (all bits set, in any dtype) where nothing was written.
 template <typename T> struct Buffer {
