@@ -7,8 +7,8 @@ A picture is stale when the digest that it holds is not that of its numbers and 
 minimal-attn bench with --plot draws the same pictures.
 """
 
-import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 from examples import train_tiny_gpt  # noqa: E402
 from minimal_attn.bench import pictures  # noqa: E402
 from minimal_attn.bench.tables import number  # noqa: E402
-from recorded import NAMES, record  # noqa: E402
-from write_tables import LADDER, tflops  # noqa: E402
+from recorded import NAMES, record, rewrite  # noqa: E402
+from write_tables import LADDER, PASSES, tflops  # noqa: E402
 
 FOLDER = ROOT / "benchmarks/h200"
 RUNS = ("forward.svg", "forward_bf16.svg", "heads.svg", "sm80.png", "backward.png", "fp32.png", "matmul.png",
@@ -35,8 +35,8 @@ def run(name):
 
 def training(name):
     content = record(name)
-    title = train_tiny_gpt.title_of(content["meta"])
-    return train_tiny_gpt.loss_curves, content["losses"], content["tokens_per_s"], title
+    return (train_tiny_gpt.loss_curves, content["losses"], content["tokens_per_s"],
+            train_tiny_gpt.title_of(content["meta"]))
 
 
 def ladder(name):
@@ -56,8 +56,7 @@ def models(name):
     """The times of whole models, and solid the part of attention."""
     panels, content = {}, record(name)
     for row in content["rows"]:
-        which = {"forward": "forward pass", "step": "training step"}[row["pass"]]
-        bars, _ = panels.setdefault(f"{which}, {row['seqlen']} tokens", ([], None))
+        bars, _ = panels.setdefault(f"{PASSES[row['pass']]}, {row['seqlen']} tokens", ([], None))
         text = number(row["ms"]) + (f" ({bars[0][2] / row['ms']:.2f}×)" if bars else "")
         bars.append((pictures.STYLES[row["impl"]].label, row["impl"], row["ms"], row["attention_ms"], text))
     layers = content["meta"]["model"]["num_hidden_layers"]
@@ -92,17 +91,10 @@ FILES = {**dict.fromkeys(RUNS, run), "training.png": training, "training_16k.png
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="draw nothing; exit code 1 if a picture is stale")
-    check, stale = parser.parse_args(argv).check, False
-    for name, what in FILES.items():
-        file, (make, *drawn) = (FOLDER / name).resolve(), what(name.rpartition(".")[0])
-        if pictures.digest_in(file) != pictures.digest_of(make, drawn):
-            stale = True
-            if not check:
-                pictures.draw(file, make, *drawn)
-            print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if check else 'drawn'}")
-    return int(check and stale)
+    shown = {(FOLDER / name).resolve(): what(name.rpartition(".")[0]) for name, what in FILES.items()}
+    stale = [(file, partial(pictures.draw, file, make, *drawn)) for file, (make, *drawn) in shown.items()
+             if pictures.digest_in(file) != pictures.digest_of(make, drawn)]
+    return rewrite(stale, __doc__.splitlines()[0], argv)
 
 
 if __name__ == "__main__":

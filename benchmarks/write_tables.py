@@ -10,12 +10,12 @@ forward.rounds -->` is a fact of a record. The lines between `<!-- begin NAME --
 NAME of this file. Read next: recorded.py; write_pictures.py, which draws the pictures.
 """
 
-import argparse
 import math
 import re
 import sys
+from functools import partial
 
-from recorded import COLUMNS, ROOT, by_setting, quoted, record, rows_of, values
+from recorded import COLUMNS, ROOT, by_setting, of, quoted, record, rewrite, values
 
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
@@ -33,40 +33,44 @@ def table(headings, rows):
 
 
 def cell(x, form=""):
-    return {True: "yes", False: "no", None: "–"}[x] if x is None or isinstance(x, bool) else \
-        re.sub("^-", "−", format(x, form))
+    """A dash stands for what is not there, and for the page size 0 of a cache without pages."""
+    if isinstance(x, bool):
+        return "yes" if x else "no"
+    return re.sub("^-", "−", format(x, form)) if x else "–"
 
 
 def column(text, key, form):
-    """(heading, {impl: row} -> cell) of `sm90`, `sm90;ms;.3f` or `sm90 / FA2`, which may stand behind `heading=`."""
+    """(heading, {impl: row} -> cell) of `sm90`, `sm90;ms;.3f`, `sm90 / FA2` (a ratio of speeds) or `sm90 - FA2` (a
+    difference of the numbers), which may stand behind `heading=`."""
     heading, _, text = text.rpartition("=")
-    impl, _, peer = text.partition(" / ")
-    if peer:
-        return heading or text, lambda rows: cell(
-            rows[peer]["ms"] / rows[impl]["ms"] if impl in rows and peer in rows else None, ".2f")
-    impl, key, form = text.split(";") if ";" in text else (text, key, form)
-    return heading or impl, lambda rows: cell(rows[impl][key] if impl in rows else None, form)
+    impl, sign, peer = re.fullmatch("(.*?)(?: ([/-]) (.*))?", text).groups()
+    if sign == "/":
+        form, number = ".2f", lambda rows: rows[peer]["ms"] / rows[impl]["ms"]
+    elif sign == "-":
+        form, number = f"+{form}", lambda rows: rows[impl][key] - rows[peer][key]
+    else:
+        impl, key, form = text.split(";") if ";" in text else (text, key, form)
+        number = lambda rows: rows[impl][key]  # noqa: E731
+    return heading or text, lambda rows: cell(number(rows) if {impl, peer or impl} <= rows.keys() else None, form)
 
 
 def speeds(rows, head, columns, key="tflops", form=".0f"):
     """A table with a line for each setting. head: the columns that make a setting, as `S` or `heading=column`. columns:
     as column() has them."""
     heads = [x.rpartition("=") for x in head.split("|")]
-    rows_of = by_setting(rows, *(COLUMNS.get(x, x) for *_, x in heads))
-    if head.startswith("head_dim"):
-        rows_of = dict(sorted(rows_of.items()))
+    lines = by_setting(rows, *(COLUMNS.get(x, x) for *_, x in heads)).items()
     columns = [column(text, key, form) for text in columns.split("|")]
     return table([*(heading or x for heading, _, x in heads), *(heading for heading, _ in columns)],
-                 [[*map(cell, setting), *(of(rows) for _, of in columns)] for setting, rows in rows_of.items()])
+                 [[*map(cell, setting), *(cell_of(impls) for _, cell_of in columns)]
+                  for setting, impls in (sorted(lines) if head.startswith("head_dim") else lines)])
 
 
 # Tables.
 
 SIZE = "head_dim|causal|S"
-
-
-def of(name, **only):
-    return [row for row in rows_of(name) if all(row.get(key) == value for key, value in only.items())]
+BESIDE_TORCH = "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2"
+BESIDE_FA3 = "sm90|FA3|cuDNN|sm90 / FA3|sm90 / cuDNN"
+PASSES = {"forward": "forward pass", "step": "training step"}  # of whole models
 
 
 def fp32():
@@ -96,8 +100,7 @@ def scores():
 
 
 def decode(rows, head, columns):
-    return speeds([dict(row, page_size=row["page_size"] or None) for row in rows], head,
-                  "MB=read;mb;d|read, GB/s=read;gbps;.0f|" + "|".join(f"{x}={x} / read" for x in columns))
+    return speeds(rows, head, "MB=read;mb;d|read, GB/s=read;gbps;.0f|" + "|".join(f"{x}={x} / read" for x in columns))
 
 
 def decode_pages():
@@ -115,18 +118,15 @@ def decode_more():
 
 
 def append():
-    attend = {(row["impl"], *(row[COLUMNS[x]] for x in ("B", "page"))): row["us"] for row in of("append")}
-    rows = [dict(row, impl=row["impl"].replace(":", " "), page_size=row["page_size"] or None, more=row["us"] - attend[
-        f"{row['impl'].split(':')[0]}:attend", row["batch_size"], row["page_size"]]) for row in of("append")]
-    return speeds(rows, "B|H|Hk|S=seqlen_k|page", "|".join(
-        f"{x}={x} attend|{x}, append={x};more;+.1f|{x}, append and rotary={x} rotary;more;+.1f"
+    return speeds(of("append"), "B|H|Hk|S=seqlen_k|page", "|".join(
+        f"{x}={x}:attend|{x}, append={x} - {x}:attend|{x}, append and rotary={x}:rotary - {x}:attend"
         for x in ("cuda", "triton")), "us", ".1f")
 
 
 def mixed():
     ways = {"one call": "", "two calls": ":apart", "with `flash_attention`": ":dense"}
     columns = "|".join(f"{x}, {name}={x}{way}" for x in ("cuda", "triton") for name, way in ways.items())
-    return speeds([dict(row, page_size=row["page_size"] or None) for row in of("mixed")], "page", columns, "us", ".1f")
+    return speeds(of("mixed"), "page", columns, "us", ".1f")
 
 
 def backward_variants():
@@ -138,9 +138,8 @@ def backward_variants():
 
 
 def models():
-    passes = {"forward": "forward pass", "step": "training step"}
     impls = "sdpa", "minimal_attn", "activated"
-    return speeds([dict(row, **{"pass": passes[row["pass"]]}) for row in of("models")], "pass|tokens=seqlen", "|".join([
+    return speeds([row | {"pass": PASSES[row["pass"]]} for row in of("models")], "pass|tokens=seqlen", "|".join([
         *(f"`{x}`={x}" for x in impls), *(f"`{x}` / `sdpa`={x} / sdpa" for x in impls[1:]),
         *(f"attention, `{x}`={x};attention_ms;.1f" for x in impls)]), "ms", ".1f")
 
@@ -166,8 +165,8 @@ def matmul():
 
 
 def training(name):
-    lines = [[f"`{x}`", f"{tokens / 1e6:.2f}"] for x, tokens in record(name)["tokens_per_s"].items()]
-    return table(["backend", "million tokens per second"], lines)
+    return table(["backend", "million tokens per second"],
+                 [[f"`{x}`", f"{tokens / 1e6:.2f}"] for x, tokens in record(name)["tokens_per_s"].items()])
 
 
 def host():
@@ -220,10 +219,10 @@ def shorter(rows):
 
 TABLES = {
     "results": lambda: speeds(shorter(of("forward", dtype="bfloat16", causal=True)), "head_dim|S",
-                              "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2"),
-    "forward": lambda: speeds(of("forward", dtype="bfloat16"), SIZE, "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2"),
-    "forward_fa3": lambda: speeds(of("forward_fa3"), SIZE, "sm90|FA3|cuDNN|sm90 / FA3|sm90 / cuDNN"),
-    "backward_fa3": lambda: speeds(of("backward_fa3"), SIZE, "sm90|FA3|cuDNN|sm90 / FA3|sm90 / cuDNN"),
+                              BESIDE_TORCH),
+    "forward": lambda: speeds(of("forward", dtype="bfloat16"), SIZE, BESIDE_TORCH),
+    "forward_fa3": lambda: speeds(of("forward_fa3"), SIZE, BESIDE_FA3),
+    "backward_fa3": lambda: speeds(of("backward_fa3"), SIZE, BESIDE_FA3),
     "heads": lambda: speeds(of("heads"), "B|H|Hk|S|D|causal", "sm90|cuDNN|sm90 / cuDNN"),
     "ampere": lambda: speeds(shorter(of("sm80", dtype="bfloat16")), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
     "varlen": lambda: packed("varlen", "forward", "sm90|sm80|triton|varlen_attn|sm90 / varlen_attn"
@@ -254,15 +253,9 @@ def rewritten(text):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a file is stale")
-    check = parser.parse_args(argv).check
-    stale = [file for file in FILES if rewritten(file.read_text()) != file.read_text()]
-    for file in stale:
-        if not check:
-            file.write_text(rewritten(file.read_text()))
-        print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if check else 'rewritten'}")
-    return int(check and bool(stale))
+    texts = {file: rewritten(file.read_text()) for file in FILES}
+    stale = [(file, partial(file.write_text, text)) for file, text in texts.items() if text != file.read_text()]
+    return rewrite(stale, __doc__.splitlines()[0], argv)
 
 
 if __name__ == "__main__":
