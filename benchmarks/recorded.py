@@ -53,8 +53,6 @@ def gpu_record():
             "kib": max(x for name, x in found.items() if name.startswith("bytes beyond inputs")) / 1024}
 
 
-# Rows.
-
 @cache
 def rows_of(name):
     """The measured rows of a record, with the columns and implementations that tables and pages compare by."""
@@ -94,9 +92,23 @@ def rows_of(name):
     return rows
 
 
-def of(name, **only):
-    """The rows of a record that have the values `only`."""
-    return [row for row in rows_of(name) if all(row.get(key) == value for key, value in only.items())]
+def of(text):
+    """The rows of `record,condition,...`."""
+    name, *conditions = text.split(",")
+    return chosen(rows_of(name), named_in(conditions))
+
+
+def named_in(conditions):
+    """{column: (operator, value)} of conditions such as `S>=2048`."""
+    parts = [re.fullmatch(r"(\w+)(!=|>=|<=|=)(\S+)", x).groups() for x in conditions]
+    return {COLUMNS.get(key, key): condition for key, *condition in parts}
+
+
+def chosen(rows, named):
+    for key, (compare, value) in named.items():
+        value = {"yes": True, "no": False}.get(value, float(value) if re.fullmatch(r"[\d.]+", value) else value)
+        rows = [row for row in rows if value == "any" or key in row and OPERATORS[compare](row[key], value)]
+    return rows
 
 
 def by_setting(rows, *columns):
@@ -126,7 +138,7 @@ def peers():
 
 def elsewhere(rows, name, impl, peer, base, which):
     """Rows called `name`, an estimate: those of impl, as much faster as peer is than base on the other H200."""
-    found = by_setting(of("peers", **{"pass": which}), *SIZE)
+    found = by_setting(of(f"peers,pass={which}"), *SIZE)
     pairs = [(row, found.get(tuple(row[x] for x in SIZE), {})) for row in rows
              if row["impl"] == impl and row["dtype"] == "bfloat16"]
     return [dict(row, impl=name, ms=row["ms"] * x[peer]["ms"] / x[base]["ms"]) for row, x in pairs if peer in x]
@@ -134,13 +146,11 @@ def elsewhere(rows, name, impl, peer, base, which):
 
 def both_passes():
     """Rows with the sum of the times of both passes, which were timed apart, up to head_dim 128."""
-    forward = by_setting(of("triton", dtype="bfloat16"), *SIZE)
-    backward = by_setting(of("backward", tokens=16384), *SIZE)
+    forward = by_setting(of("triton,dtype=bfloat16"), *SIZE)
+    backward = by_setting(of("backward,tokens=16384"), *SIZE)
     return [dict(zip(SIZE, x), impl=impl, ms=forward[x][impl]["ms"] + row["ms"]) for x, rows in backward.items()
             if x in forward and x[0] <= 128 for impl, row in rows.items() if impl in forward[x]]
 
-
-# Quantities.
 
 def side(text, name, inherited):
     """(name of the record, rows, column or "", {column: condition}) of one side of a quantity."""
@@ -148,14 +158,10 @@ def side(text, name, inherited):
     text, _, column = text.partition(":")
     if "." in text:
         name, text = text.split(".")
-    conditions = [re.fullmatch(r"(\w+)(!=|>=|<=|=)(\S+)", x).groups() for x in conditions]
-    named = {COLUMNS.get(key, key): condition for key, *condition in conditions}
+    named = named_in(conditions)
     rows = [row for row in rows_of(name) if row["impl"] == text]
     default = {"dtype": ("=", "bfloat16")} if any(row.get("dtype") == "bfloat16" for row in rows) else {}
-    for key, (compare, value) in (default | inherited | named).items():
-        value = {"yes": True, "no": False}.get(value, float(value) if re.fullmatch(r"[\d.]+", value) else value)
-        rows = [row for row in rows if value == "any" or key in row and OPERATORS[compare](row[key], value)]
-    return name, rows, column, named
+    return name, chosen(rows, default | inherited | named), column, named
 
 
 def values(quantity):
@@ -189,8 +195,6 @@ def quoted(stat, form, quantity):
     form = form or ("d" if stat == "count" else ".2f")
     return " to ".join(format(x, form) for x in found) if stat == "span" else format(found, form)
 
-
-# Files.
 
 def rewrite(stale, description, argv):
     """The main() of a script that writes files. stale: [(stale file, function that writes it)]."""

@@ -23,8 +23,6 @@ NUMBER = re.compile(r"(<!-- (mean|least|most|count|span|value|meta)(?: ([,.\w]+)
                     r"\d(?:[\d,]*\d)?(?:\.\d+)?(?: to \d+(?:\.\d+)?)?")
 
 
-# Markdown.
-
 def table(headings, rows):
     """Columns of numbers are aligned on the right."""
     heading, *lines = (f"| {' | '.join(line)} |" for line in (headings, *rows))
@@ -65,8 +63,6 @@ def speeds(rows, head, columns, key="tflops", form=".0f"):
                   for setting, impls in (sorted(lines) if head.startswith("head_dim") else lines)])
 
 
-# Tables.
-
 SIZE = "head_dim|causal|S"
 BESIDE_TORCH = "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2"
 BESIDE_FA3 = "sm90|FA3|cuDNN|sm90 / FA3|sm90 / cuDNN"
@@ -89,32 +85,32 @@ def beside(rows, others, *columns):
 
 def packed(name, dense_op, columns, ours):
     """The last columns are the dense rate of ours and what a packed batch reaches of it."""
-    rows = beside(of(name, op=name), of(name, op=dense_op), "seqlen_q", "causal")
+    rows = beside(of(f"{name},op={name}"), of(f"{name},op={dense_op}"), "seqlen_q", "causal")
     return speeds(rows, "lengths|causal", f"{columns}|{ours}, dense={ours};other;.0f|{ours} / dense={ours};share;.2f")
 
 
 def scores():
-    rows = beside(of("scores", causal=False), of("scores", score="none"))
+    rows = beside(of("scores,causal=no"), of("scores,score=none"))
     return speeds(rows, "score", "sm90|sm80|triton|Flex|efficient|cuDNN|FA2|sm90 / none=sm90;share;.2f"
                   "|triton / none=triton;share;.2f|sm90 / Flex|triton / Flex|sm90 / efficient")
 
 
-def decode(rows, head, columns):
+def decode_table(rows, head, columns):
     return speeds(rows, head, "MB=read;mb;d|read, GB/s=read;gbps;.0f|" + "|".join(f"{x}={x} / read" for x in columns))
 
 
-def decode_pages():
+def decode():
     """Calls of one token on full caches. Those with pages are columns of their own."""
     rows = [dict(row, impl=f"{row['impl']}, {row['page_size']}" if row["page_size"] else row["impl"])
-            for row in of("decode", seqlen_q=1, lengths="full")]
-    return decode(rows, "B|H|Hk|S=seqlen_k", [*(f"{impl}{page}" for impl in ("cuda", "triton")
-                                                for page in ("", ", 16", ", 64", ", 128")), "cuDNN", "FA2"])
+            for row in of("decode,seqlen_q=1,lengths=full")]
+    return decode_table(rows, "B|H|Hk|S=seqlen_k", [*(f"{impl}{page}" for impl in ("cuda", "triton")
+                                                      for page in ("", ", 16", ", 64", ", 128")), "cuDNN", "FA2"])
 
 
 def decode_more():
     """All other calls."""
     others = [row for row in of("decode") if row["page_size"] in (1, 8) or (row["seqlen_q"], row["lengths"]) != (1, "full")]
-    return decode(others, "B|S=seqlen_k|tokens=seqlen_q|page|lengths", ("cuda", "triton", "cuDNN", "FA2"))
+    return decode_table(others, "B|S=seqlen_k|tokens=seqlen_q|page|lengths", ("cuda", "triton", "cuDNN", "FA2"))
 
 
 def append():
@@ -145,16 +141,15 @@ def models():
 
 
 def decode_step():
-    rows = [dict(row, ratio=row["attention_us"] / row["within_us"]) for row in of("serving", op="decode_step")]
+    rows = [dict(row, ratio=row["attention_us"] / row["within_us"]) for row in of("serving,op=decode_step")]
     return speeds(rows, "samples|keys=seqlen_k", "|".join(
         f"step, µs, `{x}`={x};step_us;.0f|in the step, `{x}`={x};within_us;.0f|alone, `{x}`={x};attention_us;.0f"
         f"|ratio, `{x}`={x};ratio;.2f" for x in ("cuda", "triton")))
 
 
 def triton():
-    rows = [dict(row, impl="fp8") if row["dtype"] != "bfloat16" else row for row in of("triton")
-            if row["dtype"] == "bfloat16" or row["impl"] == "triton"]
-    return speeds(rows, SIZE, "triton|fp8|Flex|FA2|cuDNN|triton / Flex|triton / FA2|triton / cuDNN")
+    rows = [dict(row, impl="fp8") for row in of("triton,dtype!=bfloat16,impl=triton")]
+    return speeds(of("triton,dtype=bfloat16") + rows, SIZE, "triton|fp8|Flex|FA2|cuDNN|triton / Flex|triton / FA2|triton / cuDNN")
 
 
 def matmul():
@@ -206,44 +201,36 @@ def ladder(dtype):
 
 
 def ladder_backward():
-    rows = [dict(row, shape=f"B 8, H {row['nheads']}, S 2048, D {row['head_dim']}") for row in of(
-        "backward", batch_size=8, seqlen_q=2048, causal=False) if row["head_dim"] <= 128]
+    rows = [dict(row, shape=f"B 8, H {row['nheads']}, S 2048, D {row['head_dim']}")
+            for row in of("backward,B=8,S=2048,D<=128,causal=no")]
     return speeds(sorted(rows, key=lambda row: row["head_dim"]), "bf16, TFLOP/s=shape",
                   "`flash_bwd_sm80.cu`=sm80|Triton=triton|FlashAttention-2=FA2|cuDNN")
 
 
-def shorter(rows):
-    """rows without those of S = 8192."""
-    return [row for row in rows if row["seqlen_q"] != 8192]
-
-
 TABLES = {
-    "results": lambda: speeds(shorter(of("forward", dtype="bfloat16", causal=True)), "head_dim|S",
-                              BESIDE_TORCH),
-    "forward": lambda: speeds(of("forward", dtype="bfloat16"), SIZE, BESIDE_TORCH),
+    "results": lambda: speeds(of("forward,dtype=bfloat16,causal=yes,S!=8192"), "head_dim|S", BESIDE_TORCH),
+    "forward": lambda: speeds(of("forward,dtype=bfloat16"), SIZE, BESIDE_TORCH),
     "forward_fa3": lambda: speeds(of("forward_fa3"), SIZE, BESIDE_FA3),
     "backward_fa3": lambda: speeds(of("backward_fa3"), SIZE, BESIDE_FA3),
     "heads": lambda: speeds(of("heads"), "B|H|Hk|S|D|causal", "sm90|cuDNN|sm90 / cuDNN"),
-    "ampere": lambda: speeds(shorter(of("sm80", dtype="bfloat16")), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
+    "ampere": lambda: speeds(of("sm80,dtype=bfloat16,S!=8192"), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
     "varlen": lambda: packed("varlen", "forward", "sm90|sm80|triton|varlen_attn|sm90 / varlen_attn"
                              "|triton / varlen_attn", "sm90"),
     "varlen_backward": lambda: packed("varlen_backward", "backward", "sm80|triton|varlen_attn|sm80 / varlen_attn"
                                       "|triton / varlen_attn", "sm80"),
-    "window": lambda: speeds(of("window", op="window"), "window=window_size|S|causal",
+    "window": lambda: speeds(of("window,op=window"), "window=window_size|S|causal",
                              "sm90|sm80|triton|Flex|sm90 / Flex|triton / Flex", "ms", ".3f"),
-    "backward": lambda: speeds(of("backward", tokens=16384), SIZE, "sm90|sm80|triton|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"
+    "backward": lambda: speeds(of("backward,tokens=16384"), SIZE, "sm90|sm80|triton|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"
                                "|sm80 / FA2|triton / FA2"),
     "backward_heads": lambda: speeds(of("backward_heads"), "H|Hk|S|causal", "sm90|sm80|FA2|cuDNN|sm90 / FA2"
                                      "|sm90 / cuDNN"),
     "forward_backward": lambda: speeds(of("forward_backward"), SIZE, "sm90|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"),
     "transcript": lambda: "\n".join(["```text", *map(str.rstrip, record("serving")["meta"]["transcript"]), "```\n"]),
-    "generate": lambda: speeds(of("serving", op="generate"), "requests", "`cuda`=cuda|`triton`=triton", "tokens_per_s",
-                               ",.0f"),
-    "fp32": fp32, "scores": scores, "decode": decode_pages, "decode_more": decode_more, "append": append,
-    "mixed": mixed, "backward_variants": backward_variants, "models": models, "decode_step": decode_step,
-    "triton": triton, "matmul": matmul, "host": host, "ladder_backward": ladder_backward,
-    "ladder_fp32": lambda: ladder("fp32"), "ladder_bf16": lambda: ladder("bf16"),
-    "training": lambda: training("training"), "training_16k": lambda: training("training_16k"),
+    "generate": lambda: speeds(of("serving,op=generate"), "requests", "`cuda`=cuda|`triton`=triton", "tokens_per_s", ",.0f"),
+    **{x.__name__: x for x in (append, backward_variants, decode, decode_more, decode_step, fp32, host, ladder_backward,
+                               matmul, mixed, models, scores, triton)},
+    **{f"ladder_{dtype}": partial(ladder, dtype) for dtype in LADDER},
+    **{name: partial(training, name) for name in ("training", "training_16k")},
 }
 
 
