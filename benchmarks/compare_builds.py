@@ -131,11 +131,11 @@ def ask(pipe, setting=None):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkouts", nargs="*", type=Path, help="two; the second is compared with the first")
+    parser.add_argument("checkouts", nargs=2, type=Path, help="the second is compared with the first")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     options = parser.parse_args()
-    if len(options.checkouts) != 2 or not all((path / "csrc/flash.h").is_file() for path in options.checkouts):
+    if not all((path / "csrc/flash.h").is_file() for path in options.checkouts):
         parser.error("needs two checkouts, each with csrc/flash.h")
     folders = [tempfile.TemporaryDirectory() for _ in options.checkouts]
     workers = [start(str(path.resolve()), folder.name) for path, folder in zip(options.checkouts, folders)]

@@ -13,6 +13,7 @@ On a CPU the model is tiny, for the tests.
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import re
@@ -24,8 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for a checkout that is not installed
 
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
@@ -47,7 +47,6 @@ class Impl(NamedTuple):
 
 
 IMPLS = {"sdpa": Impl("sdpa"), "minimal_attn": Impl("minimal_attn"), "activated": Impl("sdpa", activated)}
-EAGER = Impl("eager")
 
 MODEL = {
     "cuda": dict(num_hidden_layers=8, hidden_size=2048, intermediate_size=8192, num_attention_heads=16,
@@ -104,16 +103,16 @@ def greedy(model, impl, tokens):
                               do_sample=False, pad_token_id=0)
 
 
-def check(model, impls, device):
+def check(model, impls):
     """{impl: {pass: the largest error of its logits or of its gradient}}, by eager attention in fp32.
 
     Raises WrongResult by the error rule of tests/, with the error of `sdpa` as PyTorch's own, or where the tokens of
     greedy generation in fp32 are others.
     """
-    tokens, exact = make_tokens(CHECKED[device], model), copy.deepcopy(model).float()
-    truths = results_of(exact, EAGER, tokens)
+    tokens, exact = make_tokens(CHECKED[model.device.type], model), copy.deepcopy(model).float()
+    truths = results_of(exact, Impl("eager"), tokens)
     bases = [x.bfloat16() for x in results_of(model, IMPLS["sdpa"], tokens)]
-    continued = greedy(exact, EAGER, tokens[:, :PROMPT])
+    continued = greedy(exact, Impl("eager"), tokens[:, :PROMPT])
     errors = {name: {} for name in impls}
     for name, impl in impls.items():
         for which, result, truth, base in zip(PASSES, results_of(model, impl, tokens), truths, bases):
@@ -161,31 +160,29 @@ def attention_ms(call, device):
 def measure(model, impls, run, seqlen, rounds):
     """{impl: (ms, the median over the rounds; ms of the attention kernels)} of a pass. The implementations take turns,
     so that a change of the GPU's clock meets all of them alike."""
-    tokens, times, of_attention = make_tokens(seqlen, model), {name: [] for name in impls}, {}
-    for i in range(1 + rounds):
-        for name, impl in impls.items():
-            with using(model, impl):
-                if i:
-                    times[name].append(benchmark_fn(run, tokens, model, warmup=0, rep=REPS)[0])
-                else:
-                    run(tokens, model)  # the warm-up: builds, tunes, makes workspaces
-                    of_attention[name] = attention_ms(partial(run, tokens, model), model.device.type)
+    tokens, of_attention, times = make_tokens(seqlen, model), {}, {name: [] for name in impls}
+    for name, impl in impls.items():
+        with using(model, impl):
+            run(tokens, model)  # the warm-up: builds, tunes, makes workspaces
+            of_attention[name] = attention_ms(partial(run, tokens, model), model.device.type)
+    for name, impl in list(impls.items()) * rounds:
+        with using(model, impl):
+            times[name].append(benchmark_fn(run, tokens, model, warmup=0, rep=REPS)[0])
     model.zero_grad()
     return {name: (median(times[name]), of_attention[name]) for name in impls}
 
 
-def make_rows(model, impls, seqlens, rounds, device):
-    """The rows of the JSON, printed as they are measured. max_err is that of check()."""
-    errors, rows = check(model, impls, device), []
-    for seqlen in seqlens:
-        for which, run in PASSES.items():
-            measured = measure(model, impls, run, seqlen, rounds)
-            for name, (ms, of_attention) in measured.items():
-                rows.append({"op": "models", "impl": name, "pass": which, "seqlen": seqlen, "dtype": "bfloat16",
-                             "ms": float(f"{ms:.6g}"), "attention_ms": float(f"{of_attention:.6g}"),
-                             "max_err": errors[name][which]})
-                print(f"{which:7} {seqlen:6} {name:12} {ms:8.2f} ms, {of_attention:8.2f} ms of it attention, "
-                      f"{measured['sdpa'][0] / ms:.3f} times as fast as sdpa", flush=True)
+def make_rows(model, impls, seqlens, rounds):
+    """The rows of the JSON, printed as they are measured."""
+    errors, rows = check(model, impls), []
+    for seqlen, (which, run) in itertools.product(seqlens, PASSES.items()):
+        measured = measure(model, impls, run, seqlen, rounds)
+        for name, (ms, of_attention) in measured.items():
+            rows.append({"op": "models", "impl": name, "pass": which, "seqlen": seqlen, "dtype": "bfloat16",
+                         "ms": float(f"{ms:.6g}"), "attention_ms": float(f"{of_attention:.6g}"),
+                         "max_err": errors[name][which]})
+            print(f"{which:7} {seqlen:6} {name:12} {ms:8.2f} ms, {of_attention:8.2f} ms of it attention, "
+                  f"{measured['sdpa'][0] / ms:.3f} times as fast as sdpa", flush=True)
     return rows
 
 
@@ -205,7 +202,7 @@ def main(argv):
         del impls["activated"]
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32 for the truth
     model = make_model(args.device)
-    rows = make_rows(model, impls, args.seqlens or SEQLENS[args.device], args.rounds, args.device)
+    rows = make_rows(model, impls, args.seqlens or SEQLENS[args.device], args.rounds)
     if args.json:
         meta = environment(args.device, "python benchmarks/models.py", argv)
         meta |= {"rounds": args.rounds, "model": MODEL[args.device]}

@@ -122,8 +122,8 @@ def by_setting(rows, *columns):
 def fastest_of(rows, name, impls):
     """Rows called `name`: in each setting the fastest row of impls."""
     columns = [x for x in rows[0] if x not in MEASURED]
-    return [dict(min((of[x] for x in impls if x in of), key=lambda row: row["ms"]), impl=name)
-            for of in by_setting(rows, *columns).values() if any(x in of for x in impls)]
+    settings = by_setting([row for row in rows if row["impl"] in impls], *columns).values()
+    return [dict(min(rows.values(), key=lambda row: row["ms"]), impl=name) for rows in settings]
 
 
 def peers():

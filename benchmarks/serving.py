@@ -6,7 +6,7 @@ Requests: N of them arrive at once, with prompts of equal length. A step reads o
 each step. The tokens that they generate are divided by the time until the last one ends: the median of three runs after
 a warm-up.
 
-Decode step: four CUDA graphs are replayed, each as often as fills a tenth of a second.
+Decode step: CUDA graphs are replayed, each as often as fills a tenth of a second.
  - The step as the server captures it, and the same step with attention that returns q. The difference is what attention
    costs within a model. A call appends a token, rotates, and attends to the cache.
  - The calls of attention, each after a read of the weights of a layer, and these reads alone. The difference is what
@@ -17,6 +17,7 @@ On a CPU the model is tiny, for the tests. Read next: ../examples/generate.py.
 
 import argparse
 import io
+import itertools
 import json
 import statistics
 import sys
@@ -26,8 +27,7 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for a checkout that is not installed
 
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -56,7 +56,6 @@ def make_model(device, max_seqlen):
 
 
 def make_server(model, num_samples, seqlen_k, backend):
-    """A server for so many samples, and so many tokens of each."""
     num_pages = num_samples * generate.pages_of(seqlen_k)
     return generate.Server(model, num_pages, PROMPT[model.head.weight.device.type], num_samples, backend)
 
@@ -121,19 +120,16 @@ def replayed(call):
 def make_rows(device, impls):
     """The rows of the JSON, printed as they are measured."""
     model, rows = make_model(device, PROMPT[device] + NEW[device]), []
-    for num_requests in REQUESTS[device]:
-        for impl in impls:
-            speed = tokens_per_s(model, num_requests, impl)
-            rows.append({"op": "generate", "impl": impl, "requests": num_requests,
-                         "tokens_per_s": float(f"{speed:.6g}")})
-            print(f"{num_requests:3} requests {impl:8} {speed:9,.0f} tokens/s", flush=True)
+    for num_requests, impl in itertools.product(REQUESTS[device], impls):
+        speed = tokens_per_s(model, num_requests, impl)
+        rows.append({"op": "generate", "impl": impl, "requests": num_requests, "tokens_per_s": float(f"{speed:.6g}")})
+        print(f"{num_requests:3} requests {impl:8} {speed:9,.0f} tokens/s", flush=True)
     model = make_model(device, max(seqlen_k for _, seqlen_k in STEPS[device]))
-    for samples, seqlen_k in STEPS[device]:
-        for impl in impls:
-            us = step_us(model, samples, seqlen_k, impl)
-            rows.append({"op": "decode_step", "impl": impl, "samples": samples, "seqlen_k": seqlen_k, **us})
-            print(f"{samples:3} samples, {seqlen_k:5} keys {impl:8} step {us['step_us']:8,.1f} µs, without attention "
-                  f"{us['without_attention_us']:8,.1f}, attention alone {us['attention_us']:8,.1f}", flush=True)
+    for (samples, seqlen_k), impl in itertools.product(STEPS[device], impls):
+        us = step_us(model, samples, seqlen_k, impl)
+        rows.append({"op": "decode_step", "impl": impl, "samples": samples, "seqlen_k": seqlen_k, **us})
+        print(f"{samples:3} samples, {seqlen_k:5} keys {impl:8} step {us['step_us']:8,.1f} µs, without attention "
+              f"{us['without_attention_us']:8,.1f}, attention alone {us['attention_us']:8,.1f}", flush=True)
     return rows
 
 

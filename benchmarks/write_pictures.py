@@ -3,21 +3,19 @@
     python benchmarks/write_pictures.py            # draw those that are stale
     python benchmarks/write_pictures.py --check    # draw nothing; exit code 1 if one is stale
 
-A picture is stale when the digest that it holds is not that of its numbers and of the code that draws it. A run of
-minimal-attn bench with --plot draws the same pictures.
+A picture is stale when the digest that it holds is not that of its numbers and of the code that draws it.
 """
 
 import sys
 from functools import partial
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from recorded import NAMES, ROOT, of, record, rewrite
+
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from examples import train_tiny_gpt  # noqa: E402
 from minimal_attn.bench import pictures  # noqa: E402
 from minimal_attn.bench.tables import number  # noqa: E402
-from recorded import NAMES, record, rewrite  # noqa: E402
 from write_tables import LADDER, PASSES, tflops  # noqa: E402
 
 FOLDER = ROOT / "benchmarks/h200"
@@ -59,16 +57,14 @@ def models(name):
         bars, _ = panels.setdefault(f"{PASSES[row['pass']]}, {row['seqlen']} tokens", ([], None))
         text = number(row["ms"]) + (f" ({bars[0][2] / row['ms']:.2f}×)" if bars else "")
         bars.append((pictures.STYLES[row["impl"]].label, row["impl"], row["ms"], row["attention_ms"], text))
-    layers = content["meta"]["model"]["num_hidden_layers"]
-    return (pictures.bars, panels, f"A Llama of {layers} layers, bfloat16, on {content['meta']['device']}",
-            "ms (solid: attention kernels)", 2)
+    title = "A Llama of {model[num_hidden_layers]} layers, bfloat16, on {device}".format(**content["meta"])
+    return pictures.bars, panels, title, "ms (solid: attention kernels)", 2
 
 
 def serving(name):
     curves, meta = {}, record(name)["meta"]
-    for row in record(name)["rows"]:
-        if row["op"] == "generate":
-            curves.setdefault(row["impl"], {})[row["requests"]] = row["tokens_per_s"]
+    for row in of("serving,op=generate"):
+        curves.setdefault(row["impl"], {})[row["requests"]] = row["tokens_per_s"]
     heading = f"prompts of {meta['prompt']} tokens, {meta['new_tokens']} new ones"
     return (pictures.curves, {heading: curves}, f"Continuous batching on {meta['device']}",
             ("requests at once", "tokens per second"))

@@ -3,11 +3,9 @@
     python benchmarks/write_tables.py            # rewrite the files in place
     python benchmarks/write_tables.py --check    # change nothing; exit code 1 if a file is stale
 
-A comment such as `<!-- span: forward.sm90 / cuDNN -->` stands before a number, not at the beginning of a line. It says
-how (mean, least, most, count, span, or value where there is only one) and which quantity; recorded.py describes both.
-A format may stand before the colon: `<!-- most .1f: forward.sm90:max_err / FA2:max_err -->`. `<!-- meta:
-forward.rounds -->` is a fact of a record. The lines between `<!-- begin NAME -->` and `<!-- end NAME -->` are the table
-NAME of this file. Read next: recorded.py; write_pictures.py, which draws the pictures.
+A comment such as `<!-- span .2f: forward.sm90 / cuDNN -->` stands before a number, not at the beginning of a line. It
+has a key of recorded.STATS, a format or none, and a quantity; recorded.py describes it. `<!-- meta: forward.rounds -->`
+is a fact of a record. The lines between `<!-- begin NAME -->` and `<!-- end NAME -->` are the table NAME of this file.
 """
 
 import math
@@ -83,10 +81,12 @@ def beside(rows, others, *columns):
     return [dict(row, other=other, share=row["tflops"] / other) for row, other in pairs]
 
 
-def packed(name, dense_op, columns, ours):
+def packed(name, dense_op, ours, *others):
     """The last columns are the dense rate of ours and what a packed batch reaches of it."""
     rows = beside(of(f"{name},op={name}"), of(f"{name},op={dense_op}"), "seqlen_q", "causal")
-    return speeds(rows, "lengths|causal", f"{columns}|{ours}, dense={ours};other;.0f|{ours} / dense={ours};share;.2f")
+    return speeds(rows, "lengths|causal", "|".join([
+        ours, *others, "triton", "varlen_attn", f"{ours} / varlen_attn", "triton / varlen_attn",
+        f"{ours}, dense={ours};other;.0f", f"{ours} / dense={ours};share;.2f"]))
 
 
 def scores():
@@ -95,22 +95,23 @@ def scores():
                   "|triton / none=triton;share;.2f|sm90 / Flex|triton / Flex|sm90 / efficient")
 
 
-def decode_table(rows, head, columns):
-    return speeds(rows, head, "MB=read;mb;d|read, GB/s=read;gbps;.0f|" + "|".join(f"{x}={x} / read" for x in columns))
+READ = "MB=read;mb;d|read, GB/s=read;gbps;.0f"
 
 
 def decode():
     """Calls of one token on full caches. Those with pages are columns of their own."""
     rows = [dict(row, impl=f"{row['impl']}, {row['page_size']}" if row["page_size"] else row["impl"])
             for row in of("decode,seqlen_q=1,lengths=full")]
-    return decode_table(rows, "B|H|Hk|S=seqlen_k", [*(f"{impl}{page}" for impl in ("cuda", "triton")
-                                                      for page in ("", ", 16", ", 64", ", 128")), "cuDNN", "FA2"])
+    impls = [f"{impl}{page}" for impl in ("cuda", "triton") for page in ("", ", 16", ", 64", ", 128")]
+    return speeds(rows, "B|H|Hk|S=seqlen_k", "|".join([READ, *(f"{x}={x} / read" for x in (*impls, "cuDNN", "FA2"))]))
 
 
 def decode_more():
     """All other calls."""
-    others = [row for row in of("decode") if row["page_size"] in (1, 8) or (row["seqlen_q"], row["lengths"]) != (1, "full")]
-    return decode_table(others, "B|S=seqlen_k|tokens=seqlen_q|page|lengths", ("cuda", "triton", "cuDNN", "FA2"))
+    rows = [row for row in of("decode")
+            if row["page_size"] in (1, 8) or row["seqlen_q"] != 1 or row["lengths"] != "full"]
+    return speeds(rows, "B|S=seqlen_k|tokens=seqlen_q|page|lengths",
+                  f"{READ}|cuda=cuda / read|triton=triton / read|cuDNN=cuDNN / read|FA2=FA2 / read")
 
 
 def append():
@@ -126,9 +127,8 @@ def mixed():
 
 
 def backward_variants():
-    kinds = {(False, 0.0): "usual", (True, 0.0): "deterministic", (False, 0.1): "dropout"}
-    rows = [dict(row, impl=kinds[row["deterministic"], row["dropout_p"]] + " sm80" * (row["impl"] == "sm80"))
-            for row in of("backward_variants")]
+    rows = [dict(row, impl=("deterministic" if row["deterministic"] else "dropout" if row["dropout_p"] else "usual")
+                 + " sm80" * (row["impl"] == "sm80")) for row in of("backward_variants")]
     return speeds(rows, SIZE, "usual|deterministic|dropout|deterministic / usual|dropout / usual"
                   "|dropout, sm90 / sm80=dropout / dropout sm80")
 
@@ -149,7 +149,8 @@ def decode_step():
 
 def triton():
     rows = [dict(row, impl="fp8") for row in of("triton,dtype!=bfloat16,impl=triton")]
-    return speeds(of("triton,dtype=bfloat16") + rows, SIZE, "triton|fp8|Flex|FA2|cuDNN|triton / Flex|triton / FA2|triton / cuDNN")
+    return speeds(of("triton,dtype=bfloat16") + rows, SIZE,
+                  "triton|fp8|Flex|FA2|cuDNN|triton / Flex|triton / FA2|triton / cuDNN")
 
 
 def matmul():
@@ -195,9 +196,9 @@ def tflops(impl, setting):
 def ladder(dtype):
     setting, steps = LADDER[dtype]
     speed = [tflops(impl, setting) for *_, impl in steps]
-    lines = [[name if name == PYTORCH else f"`{name}`", arithmetic, f"{x:.0f}", f"{x / before:.2f}" if before else ""]
-             for (name, arithmetic, _), x, before in zip(steps, speed, (None, *speed))]
-    return table(["What runs", "Arithmetic", "TFLOP/s", "× row above"], lines)
+    return table(["What runs", "Arithmetic", "TFLOP/s", "× row above"], [
+        [name if name == PYTORCH else f"`{name}`", arithmetic, f"{x:.0f}", f"{x / before:.2f}" if before else ""]
+        for (name, arithmetic, _), x, before in zip(steps, speed, (None, *speed))])
 
 
 def ladder_backward():
@@ -214,19 +215,18 @@ TABLES = {
     "backward_fa3": lambda: speeds(of("backward_fa3"), SIZE, BESIDE_FA3),
     "heads": lambda: speeds(of("heads"), "B|H|Hk|S|D|causal", "sm90|cuDNN|sm90 / cuDNN"),
     "ampere": lambda: speeds(of("sm80,dtype=bfloat16,S!=8192"), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
-    "varlen": lambda: packed("varlen", "forward", "sm90|sm80|triton|varlen_attn|sm90 / varlen_attn"
-                             "|triton / varlen_attn", "sm90"),
-    "varlen_backward": lambda: packed("varlen_backward", "backward", "sm80|triton|varlen_attn|sm80 / varlen_attn"
-                                      "|triton / varlen_attn", "sm80"),
+    "varlen": lambda: packed("varlen", "forward", "sm90", "sm80"),
+    "varlen_backward": lambda: packed("varlen_backward", "backward", "sm80"),
     "window": lambda: speeds(of("window,op=window"), "window=window_size|S|causal",
                              "sm90|sm80|triton|Flex|sm90 / Flex|triton / Flex", "ms", ".3f"),
     "backward": lambda: speeds(of("backward,tokens=16384"), SIZE, "sm90|sm80|triton|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"
                                "|sm80 / FA2|triton / FA2"),
-    "backward_heads": lambda: speeds(of("backward_heads"), "H|Hk|S|causal", "sm90|sm80|FA2|cuDNN|sm90 / FA2"
-                                     "|sm90 / cuDNN"),
+    "backward_heads": lambda: speeds(of("backward_heads"), "H|Hk|S|causal",
+                                     "sm90|sm80|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"),
     "forward_backward": lambda: speeds(of("forward_backward"), SIZE, "sm90|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"),
     "transcript": lambda: "\n".join(["```text", *map(str.rstrip, record("serving")["meta"]["transcript"]), "```\n"]),
-    "generate": lambda: speeds(of("serving,op=generate"), "requests", "`cuda`=cuda|`triton`=triton", "tokens_per_s", ",.0f"),
+    "generate": lambda: speeds(of("serving,op=generate"), "requests",
+                               "`cuda`=cuda;tokens_per_s;,.0f|`triton`=triton;tokens_per_s;,.0f"),
     **{x.__name__: x for x in (append, backward_variants, decode, decode_more, decode_step, fp32, host, ladder_backward,
                                matmul, mixed, models, scores, triton)},
     **{f"ladder_{dtype}": partial(ladder, dtype) for dtype in LADDER},

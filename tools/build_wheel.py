@@ -5,9 +5,7 @@ build and the sources. Users need no compiler.
     python tools/build_wheel.py --cpu --out DIR  # without the kernels for GPUs, in a few minutes
 
 The machine needs nvcc of CUDA 13, g++ 11 or newer, and torch 2.11 or newer, whose build need not be one for CUDA. The
-objects stay in build/wheel, where ninja finds them up to date.
-
-Read next: ../minimal_attn/stable.py, which loads the library; ../csrc/binding/stable.cpp, the library.
+objects stay in build/wheel, where ninja finds them up to date. Read next: ../csrc/binding/stable.cpp, the library.
 """
 
 import argparse
@@ -38,12 +36,10 @@ IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
 PACKED = "csrc", "minimal_attn", "triton_ref", "setup.py", "pyproject.toml", "README.md", "LICENSE"
 
 NINJA = """\
-rule cxx
-  command = {cxx} {cflags} $define -MMD -MF $out.d -c $in -o $out
-  deps = gcc
-  depfile = $out.d
-rule nvcc
-  command = {nvcc} {nvccflags} -MD -MF $out.d -c $in -o $out
+cpp = {cxx} {cflags}
+cu = {nvcc} {nvccflags}
+rule compile
+  command = $compiler -MD -MF $out.d -c $in -o $out
   deps = gcc
   depfile = $out.d
 rule link
@@ -72,9 +68,8 @@ def ninja_file(folder, cuda, made):
         if source.name in OTHER_BINDING or source.name in made or source.suffix not in (".cpp", ".cu")[:1 + cuda]:
             continue
         objects.append(f"{source.stem}.o")
-        text += f"build {objects[-1]}: {'cxx' if source.suffix == '.cpp' else 'nvcc'} {source}\n"
-        if source.name == "stable.cpp":
-            text += f"  define = -DMINIMAL_ATTN_DIGEST={_build.source_digest(_build.CSRC)}\n"
+        digest = f" -DMINIMAL_ATTN_DIGEST={_build.source_digest(_build.CSRC)}" * (source.name == "stable.cpp")
+        text += f"build {objects[-1]}: compile {source}\n  compiler = ${source.suffix[1:]}{digest}\n"
     return text + f"build {_build.WHEEL.name}: link {' '.join(objects)} | exports\n"
 
 

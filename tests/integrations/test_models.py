@@ -76,11 +76,11 @@ def test_models_check_refuses_wrong_results(model, wrong, message):
     transformers.AttentionInterface.register("wrong", attend)
     impls = {"wrong": models.Impl("wrong")}
     if message is None:
-        errors = models.check(model, impls, "cpu")
+        errors = models.check(model, impls)
         assert errors["wrong"].keys() == {*models.PASSES} and min(errors["wrong"].values()) > 0
     else:
         with pytest.raises(WrongResult, match=message):
-            models.check(model, impls, "cpu")
+            models.check(model, impls)
 
 
 @pytest.mark.parametrize("name, is_attention", [
