@@ -165,21 +165,27 @@ def side(text, name, inherited):
 
 
 def values(quantity):
-    """[(row, value)] of a quantity, one for each setting."""
+    """The values of a quantity, one for each setting."""
     first, _, second = (x.strip() for x in quantity.partition(" / "))
     name, rows, column, named = side(first, None, {})
     if not second:
-        return [(row, row[column]) for row in rows]
+        return [row[column] for row in rows]
     _, others, other_column, also_named = side(second, name, named)
     if not (rows and others):
         return []
     columns = (rows[0].keys() & others[0].keys()) - MEASURED - (named.keys() & also_named.keys())
     found = by_setting(others, *columns)
     pairs = [(row, peer) for row in rows for peer in found.get(tuple(row[x] for x in columns), {}).values()]
-    return [(row, row[column] / peer[other_column] if column else peer["ms"] / row["ms"]) for row, peer in pairs]
+    return [row[column] / peer[other_column] if column else peer["ms"] / row["ms"] for row, peer in pairs]
 
 
-STATS = {"mean": geometric_mean, "least": min, "most": max, "count": len, "span": lambda x: (min(x), max(x))}
+def only(numbers):
+    (number,) = numbers
+    return number
+
+
+STATS = {"mean": geometric_mean, "least": min, "most": max, "count": len, "span": lambda x: (min(x), max(x)),
+         "value": only}
 
 
 def quoted(stat, form, quantity):
@@ -187,11 +193,7 @@ def quoted(stat, form, quantity):
     if stat == "meta":
         name, *keys = quantity.split(".")
         return format(reduce(operator.getitem, keys, record(name)["meta"]), form or "")
-    numbers = [value for _, value in values(quantity)]
-    if stat == "value":
-        (found,) = numbers
-    else:
-        found = STATS[stat](numbers)
+    found = STATS[stat](values(quantity))
     form = form or ("d" if stat == "count" else ".2f")
     return " to ".join(format(x, form) for x in found) if stat == "span" else format(found, form)
 

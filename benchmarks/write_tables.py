@@ -13,7 +13,7 @@ import re
 import sys
 from functools import partial
 
-from recorded import COLUMNS, ROOT, by_setting, of, quoted, record, rewrite, values
+from recorded import COLUMNS, ROOT, by_setting, of, only, quoted, record, rewrite, values
 
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
@@ -167,11 +167,10 @@ def training(name):
 
 def host():
     one, both = (record(name)["meta"]["host_us"] for name in ("host_forward", "host"))
-    calls = {"`flash_attention`": "flash_attention", "`flash_attn_func`": "flash_attn_func",
-             "`flash_attn_varlen_func`": "flash_attn_varlen_func",
-             "`flash_attention(backend=\"triton\")`": "triton", "SDPA, FA2": "torch:flash",
-             "SDPA, cuDNN": "torch:cudnn", "SDPA, memory-efficient": "torch:efficient", "SDPA as it comes": "torch",
-             "SDPA after `activate()`": "activated"}
+    calls = {f"`{x}`": x for x in ("flash_attention", "flash_attn_func", "flash_attn_varlen_func")} | {
+        "`flash_attention(backend=\"triton\")`": "triton", "SDPA, FA2": "torch:flash", "SDPA, cuDNN": "torch:cudnn",
+        "SDPA, memory-efficient": "torch:efficient", "SDPA as it comes": "torch",
+        "SDPA after `activate()`": "activated"}
     return table(["call", "forward, µs", "forward and backward, µs"],
                  [[call, cell(one.get(key), ".1f"), cell(both.get(key), ".0f")] for call, key in calls.items()])
 
@@ -189,8 +188,7 @@ LADDER = {
 
 
 def tflops(impl, setting):
-    ((_, found),) = values(f"{impl}:tflops,{setting}")
-    return found
+    return only(values(f"{impl}:tflops,{setting}"))
 
 
 def ladder(dtype):
