@@ -11,16 +11,21 @@ deterministic passes compare dq: in others, blocks add to it in any order.
 import argparse
 import hashlib
 import itertools
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
 
+import torch
+
 KINDS = "forward", "backward", "decode"
 TOKENS, WIDTH = 16384, 2048  # batch_size · seqlen; nheads · head_dim
+BOTH = {"alibi": True}, {"dropout_p": 0.1}, {"packed": True}, {"group": 8}
+MORE = {"forward": (*BOTH, {"softcap": 20.}, {"bias": "bfloat16"}, {"bias": "bool"}, {"window_size": (512, 0)}),
+        "backward": (*BOTH, {"deterministic": True})}
 
 
 def settings():
@@ -28,55 +33,42 @@ def settings():
     for kind, long in (("forward", 16384), ("backward", 8192)):
         for head_dim, seqlen, causal in itertools.product((64, 128, 256), (2048, long), (False, True)):
             yield kind, {"head_dim": head_dim, "seqlen": seqlen, "causal": causal}
-    only_forward = {"softcap": 20.}, {"bias": "bfloat16"}, {"bias": "bool"}, {"window": 512}
-    for more in ({"alibi": True}, {"dropout_p": 0.1}, {"packed": True}, {"group": 8}, *only_forward):
-        yield "forward", {"head_dim": 128, "seqlen": 4096, "causal": True, **more}
-    for more in ({"alibi": True}, {"dropout_p": 0.1}, {"packed": True}, {"group": 8}, {"deterministic": True}):
-        yield "backward", {"head_dim": 128, "seqlen": 4096, "causal": True, **more}
-    for head_dim, kernel, kind in itertools.product((64, 128), ("sm80", "simt"), KINDS[:2]):
-        yield kind, {"head_dim": head_dim, "seqlen": 2048, "causal": True, "kernel": kernel}
-    for batch_size, group, seqlen, rows in ((1, 4, 8192, 1), (8, 4, 8192, 1), (64, 8, 1024, 1), (8, 4, 4096, 16),
-                                            (4, 4, 4096, 256)):
-        yield "decode", {"batch_size": batch_size, "group": group, "seqlen": seqlen, "rows": rows}
+        for more in MORE[kind]:
+            yield kind, {"head_dim": 128, "seqlen": 4096, "causal": True, **more}
+        for head_dim, kernel in itertools.product((64, 128), ("sm80", "simt")):
+            yield kind, {"head_dim": head_dim, "seqlen": 2048, "causal": True, "kernel": kernel}
+    for sizes in ((1, 4, 8192, 1), (8, 4, 8192, 1), (64, 8, 1024, 1), (8, 4, 4096, 16), (4, 4, 4096, 256)):
+        yield "decode", dict(zip(("batch_size", "group", "seqlen", "rows"), sizes))
 
 
-def attention(kind, head_dim, seqlen, causal, alibi=False, bias=None, dropout_p=0, window=None, packed=False, group=1,
-              deterministic=False, softcap=0., kernel=None):
-    """A call, and the tensors whose bits are compared."""
-    import torch
-
+def attention(kind, head_dim, seqlen, alibi=False, bias=None, packed=False, group=1, kernel=None, **options):
+    """A call that returns the tensors whose bits are compared."""
     from minimal_attn import _build, flash_attention
 
     batch_size, nheads = TOKENS // seqlen, WIDTH // head_dim
     shape = (1, nheads, TOKENS, head_dim) if packed else (batch_size, nheads, seqlen, head_dim)
-
-    is_backward = kind == "backward"
     q, k, v, dout = (torch.randn(shape[0], heads, *shape[2:], device="cuda", dtype=torch.bfloat16,
-                                 requires_grad=is_backward)
+                                 requires_grad=kind == "backward")
                      for heads in (nheads, nheads // group, nheads // group, nheads))
-    options = {"causal": causal, "softcap": softcap, "dropout_p": dropout_p, "deterministic": deterministic}
     if alibi:
         options["alibi_slopes"] = torch.rand(nheads, device="cuda")
     if bias:
         x = torch.randn(nheads, seqlen, seqlen, device="cuda", dtype=torch.bfloat16)
         options["attn_bias"] = x > -1 if bias == "bool" else x
-    if window:
-        options["window_size"] = window, 0
     if packed:
         ends = torch.arange(0, TOKENS + 1, seqlen, device="cuda", dtype=torch.int32)
         options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
-    if dropout_p:
+    if "dropout_p" in options:
         options["dropout_seed"] = torch.ones((), dtype=torch.int64, device="cuda")
     _build.load().force_kernel(kernel)
-    if not is_backward:
-        return lambda: [flash_attention(q, k, v, backend="cuda", **options)]
-    out = flash_attention(q, k, v, backend="cuda", **options)
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)[0 if deterministic else 1:]
+    forward = partial(flash_attention, q, k, v, backend="cuda", **options)
+    if kind == "forward":
+        return lambda: [forward()]
+    out, first = forward(), 0 if "deterministic" in options else 1
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)[first:]
 
 
 def decode(batch_size, group, seqlen, rows):
-    import torch
-
     from minimal_attn import attention_with_kvcache
 
     q = torch.randn(batch_size, 32, rows, 128, device="cuda", dtype=torch.bfloat16)
@@ -85,83 +77,75 @@ def decode(batch_size, group, seqlen, rows):
     return lambda: [attention_with_kvcache(q, k, v, lengths, causal=True, backend="cuda")]
 
 
-def serve():
-    """A process of one checkout: reads settings, prints a digest of the results and, when asked, milliseconds."""
-    import torch
-
+def serve(pipe, checkout, builds):
+    """A process of one checkout. It takes a setting and gives a digest of the results; it takes None and gives the
+    milliseconds of a call."""
+    sys.path.insert(0, checkout)
+    os.environ["TORCH_EXTENSIONS_DIR"] = builds
     from minimal_attn import _build
 
-    print(json.dumps(_build.load().has_cuda), flush=True)
-    stream = torch.cuda.Stream()
-    torch.cuda.set_stream(stream)  # a backward pass runs where its forward pass ran
-    for line in sys.stdin:
-        kind, options = json.loads(line)
+    pipe.send(_build.load().has_cuda)
+    torch.cuda.set_stream(torch.cuda.Stream())  # a backward pass runs where its forward pass ran
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def milliseconds(repeats):
+        begin.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / repeats
+
+    while True:
+        setting = pipe.recv()
+        if setting is None:
+            pipe.send(milliseconds(repeats))
+            continue
+        kind, options = setting
+        graph = call = None
+        torch.cuda.empty_cache()
         torch.manual_seed(0)
         call = decode(**options) if kind == "decode" else attention(kind, **options)
         digest = hashlib.sha256()
         for x in call():
             digest.update(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             call()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-        def milliseconds(repeats):
-            begin.record()
-            for _ in range(repeats):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            return begin.elapsed_time(end) / repeats
-
         repeats = max(1, min(200, int(10 / milliseconds(2))))
-        print(json.dumps(digest.hexdigest()), flush=True)
-        while sys.stdin.readline() == "again\n":
-            print(json.dumps(milliseconds(repeats)), flush=True)
-        del graph, call
-        torch.cuda.empty_cache()
+        pipe.send(digest.hexdigest())
 
 
-class Worker:
-    def __init__(self, checkout):
-        self.builds = tempfile.TemporaryDirectory()
-        environment = {**os.environ, "PYTHONPATH": f"{checkout.resolve()}:{os.environ.get('PYTHONPATH', '')}",
-                       "TORCH_EXTENSIONS_DIR": self.builds.name}
-        self.process = subprocess.Popen([sys.executable, __file__, "--serve"], text=True, env=environment,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def start(checkout, builds):
+    """A pipe to the process of a checkout."""
+    pipe, other = multiprocessing.Pipe()
+    multiprocessing.get_context("spawn").Process(target=serve, args=(other, checkout, builds), daemon=True).start()
+    other.close()  # so that an end of the process ends recv()
+    return pipe
 
-    def answer(self):
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else sys.exit("the process of a checkout has ended")
 
-    def ask(self, line):
-        print(line, file=self.process.stdin, flush=True)
-        return self.answer() if line != "done" else None
+def ask(pipe, setting=None):
+    pipe.send(setting)
+    return pipe.recv()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkouts", nargs="*", type=Path, help="two; the second is compared with the first")
+    parser.add_argument("checkouts", nargs=2, type=Path, help="the second is compared with the first")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        return serve()
-    if len(options.checkouts) != 2 or not all((path / "csrc/flash.h").is_file() for path in options.checkouts):
+    if not all((path / "csrc/flash.h").is_file() for path in options.checkouts):
         parser.error("needs two checkouts, each with csrc/flash.h")
-    workers = [Worker(checkout) for checkout in options.checkouts]  # both build now
-    if not all([worker.answer() for worker in workers]):
+    folders = [tempfile.TemporaryDirectory() for _ in options.checkouts]
+    workers = [start(str(path.resolve()), folder.name) for path, folder in zip(options.checkouts, folders)]
+    if not all([worker.recv() for worker in workers]):  # both build now
         parser.error("needs a GPU, and nvcc")
     print("kind, options, microseconds of the first, speed of the second by it, = for the same bits")
     ratios = {kind: [] for kind in options.kinds}
-    for kind, call in settings():
-        if kind not in ratios:
-            continue
-        first, second = [worker.ask(json.dumps([kind, call])) for worker in workers]
-        times = [[worker.ask("again") for worker in workers] for _ in range(options.rounds)]
-        for worker in workers:
-            worker.ask("done")
+    for kind, call in (x for x in settings() if x[0] in ratios):
+        first, second = [ask(worker, (kind, call)) for worker in workers]
+        times = [[ask(worker) for worker in workers] for _ in range(options.rounds)]
         ratios[kind].append(median(old / new for old, new in times))
         print(f"{kind:8} {call} {1000 * median(old for old, _ in times):.1f} {ratios[kind][-1]:.3f}"
               + "=" * (first == second), flush=True)

@@ -2,29 +2,30 @@
 
     python benchmarks/models.py --json benchmarks/h200/models.json
 
-The weights are random, in bf16, and there is one sequence without padding and without a cache. Two passes are timed:
+The weights are random, in bf16, and there is one sequence without padding and without a cache. Two passes are timed,
+and in each of them the attention kernels, by torch's profiler:
 
 forward: without gradients, with the logits of the last token alone, so that the head does not hide the attention.
 step: forward pass, loss of all tokens and backward pass. There is no optimizer, which is the same for all of them.
 
-Beside the time of a pass stands that of its attention kernels by torch's profiler. On a CPU the model is tiny, for the
-tests. Before anything is timed, every implementation is compared with eager attention in fp32.
+On a CPU the model is tiny, for the tests.
 """
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import re
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for a checkout that is not installed
 
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
@@ -37,7 +38,7 @@ from minimal_attn.integrations.transformers import register  # noqa: E402
 from minimal_attn.toolkit.benchmark import benchmark_fn  # noqa: E402
 from minimal_attn.toolkit.validation import allowed_error  # noqa: E402
 from torch.autograd import DeviceType  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
+from torch.profiler import profile  # noqa: E402
 
 
 class Impl(NamedTuple):
@@ -46,8 +47,6 @@ class Impl(NamedTuple):
 
 
 IMPLS = {"sdpa": Impl("sdpa"), "minimal_attn": Impl("minimal_attn"), "activated": Impl("sdpa", activated)}
-EAGER = Impl("eager")
-PASSES = "forward", "step"
 
 MODEL = {
     "cuda": dict(num_hidden_layers=8, hidden_size=2048, intermediate_size=8192, num_attention_heads=16,
@@ -62,8 +61,7 @@ REPS = 3  # timed calls of an implementation in each round
 
 # Kernels of attention, by their names. Ours are in the namespaces of csrc; torch's are those of FlashAttention-2, cuDNN
 # (cudnn_generated_..._sdpa_..., cudnn::fusion::...) and memory-efficient attention (fmha_cutlassF_...).
-OUR_KERNELS = re.compile(r"(void )?(sm90|sm80|dmma|simt)::")
-TORCH_KERNELS = re.compile("flash|sdpa|fmha|cudnn", re.IGNORECASE)
+KERNELS = re.compile("(void )?(sm90|sm80|dmma|simt)::|.*(flash|sdpa|fmha|cudnn)", re.IGNORECASE)
 OPS = re.compile("aten::_?scaled_dot_product|minimal_attn::")  # on a CPU, which has no kernels to name
 
 
@@ -77,19 +75,16 @@ def make_model(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
 
-def make_tokens(seqlen, device):
-    return torch.randint(MODEL[device]["vocab_size"], (1, seqlen), device=device)
+def make_tokens(seqlen, model):
+    return torch.randint(model.config.vocab_size, (1, seqlen), device=model.device)
 
 
 @contextmanager
 def using(model, impl):
-    """Within it, the attention of model is that of an Impl."""
     model.set_attn_implementation(impl.attention)
     with impl.context():
         yield
 
-
-# Is it right?
 
 def results_of(model, impl, tokens):
     """The logits of all tokens, and the gradient of a weight below the attention of all layers, in double precision."""
@@ -108,19 +103,18 @@ def greedy(model, impl, tokens):
                               do_sample=False, pad_token_id=0)
 
 
-def check(model, impls, device):
+def check(model, impls):
     """{impl: {pass: the largest error of its logits or of its gradient}}, by eager attention in fp32.
 
     Raises WrongResult by the error rule of tests/, with the error of `sdpa` as PyTorch's own, or where the tokens of
     greedy generation in fp32 are others.
     """
-    tokens, exact = make_tokens(CHECKED[device], device), copy.deepcopy(model).float()
-    truths = results_of(exact, EAGER, tokens)
+    tokens, exact = make_tokens(CHECKED[model.device.type], model), copy.deepcopy(model).float()
+    truths = results_of(exact, Impl("eager"), tokens)
     bases = [x.bfloat16() for x in results_of(model, IMPLS["sdpa"], tokens)]
-    continued = greedy(exact, EAGER, tokens[:, :PROMPT])
-    errors = {}
+    continued = greedy(exact, Impl("eager"), tokens[:, :PROMPT])
+    errors = {name: {} for name in impls}
     for name, impl in impls.items():
-        errors[name] = {}
         for which, result, truth, base in zip(PASSES, results_of(model, impl, tokens), truths, bases):
             error, allowed = (result - truth).abs().max().item(), allowed_error(base, truth)
             if not error <= allowed:  # NaN is wrong
@@ -132,8 +126,6 @@ def check(model, impls, device):
     return errors
 
 
-# How long does it take?
-
 def forward(tokens, model):
     with torch.no_grad():
         model(tokens, logits_to_keep=1, use_cache=False)
@@ -144,71 +136,57 @@ def step(tokens, model):
     model(tokens, labels=tokens, use_cache=False).loss.backward()
 
 
+PASSES = {"forward": forward, "step": step}
+
+
 def attention_ms(call, device):
-    """The time in which a kernel of attention runs, of one call; on a CPU, an outermost op of attention."""
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
-    with profile(activities=activities, acc_events=True) as prof:  # as there is one cycle; otherwise torch warns
+    """The time in which a kernel of attention runs, or on a CPU an op of attention, within one call."""
+    with profile(acc_events=True) as prof:  # as there is one cycle; otherwise torch warns
         call()
         if device == "cuda":
             torch.cuda.synchronize()
-    events = [event for event in prof.events() if (is_outermost(event) if device == "cpu" else
-              event.device_type == DeviceType.CUDA and is_attention_kernel(event.name))]
-    if not events:
+    names, kind = (KERNELS, DeviceType.CUDA) if device == "cuda" else (OPS, DeviceType.CPU)
+    spans = [(event.time_range.start, event.time_range.end) for event in prof.events()
+             if event.device_type == kind and names.match(event.name)]
+    if not spans:
         raise RuntimeError("the profiler saw no attention: how are its kernels called here?")
     total, last = 0, -math.inf
-    for begin, end in sorted((event.time_range.start, event.time_range.end) for event in events):
-        total += max(0, end - max(begin, last))  # kernels overlap where one begins while another ends
+    for begin, end in sorted(spans):
+        total += max(0, end - max(begin, last))  # kernels overlap, and an op of attention calls others
         last = max(last, end)
     return total / 1e3
 
 
-def is_attention_kernel(name):
-    return bool(OUR_KERNELS.match(name) or TORCH_KERNELS.search(name))
-
-
-def is_outermost(event):
-    """Whether it is an op of attention that no other op of attention has called."""
-    parent = event.cpu_parent
-    while parent is not None and not OPS.match(parent.name):
-        parent = parent.cpu_parent
-    return bool(OPS.match(event.name)) and parent is None
-
-
-def measure(model, impls, which, seqlen, rounds, device):
+def measure(model, impls, run, seqlen, rounds):
     """{impl: (ms, the median over the rounds; ms of the attention kernels)} of a pass. The implementations take turns,
     so that a change of the GPU's clock meets all of them alike."""
-    run, tokens = {"forward": forward, "step": step}[which], make_tokens(seqlen, device)
-    times, of_attention = {name: [] for name in impls}, {}
-    for i in range(1 + rounds):
-        for name, impl in impls.items():
-            with using(model, impl):
-                if i:
-                    times[name].append(benchmark_fn(run, tokens, model, warmup=0, rep=REPS)[0])
-                else:
-                    run(tokens, model)  # the warm-up: builds, tunes, makes workspaces
-                    of_attention[name] = attention_ms(lambda: run(tokens, model), device)
+    tokens, of_attention, times = make_tokens(seqlen, model), {}, {name: [] for name in impls}
+    for name, impl in impls.items():
+        with using(model, impl):
+            run(tokens, model)  # the warm-up: builds, tunes, makes workspaces
+            of_attention[name] = attention_ms(partial(run, tokens, model), model.device.type)
+    for name, impl in list(impls.items()) * rounds:
+        with using(model, impl):
+            times[name].append(benchmark_fn(run, tokens, model, warmup=0, rep=REPS)[0])
     model.zero_grad()
     return {name: (median(times[name]), of_attention[name]) for name in impls}
 
 
-def make_rows(model, impls, seqlens, rounds, device):
-    """The rows of the JSON, printed as they are measured. max_err is of the logits, and for a step of a gradient, in
-    the check."""
-    errors, rows = check(model, impls, device), []
-    for seqlen in seqlens:
-        for which in PASSES:
-            measured = measure(model, impls, which, seqlen, rounds, device)
-            for name, (ms, of_attention) in measured.items():
-                rows.append({"op": "models", "impl": name, "pass": which, "seqlen": seqlen, "dtype": "bfloat16",
-                             "ms": float(f"{ms:.6g}"), "attention_ms": float(f"{of_attention:.6g}"),
-                             "max_err": errors[name][which]})
-                print(f"{which:7} {seqlen:6} {name:12} {ms:8.2f} ms, {of_attention:8.2f} ms of it attention, "
-                      f"{measured['sdpa'][0] / ms:.3f} times as fast as sdpa", flush=True)
+def make_rows(model, impls, seqlens, rounds):
+    """The rows of the JSON, printed as they are measured."""
+    errors, rows = check(model, impls), []
+    for seqlen, (which, run) in itertools.product(seqlens, PASSES.items()):
+        measured = measure(model, impls, run, seqlen, rounds)
+        for name, (ms, of_attention) in measured.items():
+            rows.append({"op": "models", "impl": name, "pass": which, "seqlen": seqlen, "dtype": "bfloat16",
+                         "ms": float(f"{ms:.6g}"), "attention_ms": float(f"{of_attention:.6g}"),
+                         "max_err": errors[name][which]})
+            print(f"{which:7} {seqlen:6} {name:12} {ms:8.2f} ms, {of_attention:8.2f} ms of it attention, "
+                  f"{measured['sdpa'][0] / ms:.3f} times as fast as sdpa", flush=True)
     return rows
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
+def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--device", choices=MODEL, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seqlens", nargs="+", type=count, help="default: 8192 32768, on a CPU 64")
@@ -219,13 +197,12 @@ def main(argv=None):
         parser.error("argument --device: torch sees no GPU")
     register()
     impls = dict(IMPLS)
-    why_not = "it is for GPUs" if args.device == "cpu" else _build.why_not(on_gpu=True)
-    if why_not is not None:
+    if why_not := "it is for GPUs" if args.device == "cpu" else _build.why_not(on_gpu=True):
         print(f"activated is left out: {why_not}", file=sys.stderr)
         del impls["activated"]
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32 for the truth
     model = make_model(args.device)
-    rows = make_rows(model, impls, args.seqlens or SEQLENS[args.device], args.rounds, args.device)
+    rows = make_rows(model, impls, args.seqlens or SEQLENS[args.device], args.rounds)
     if args.json:
         meta = environment(args.device, "python benchmarks/models.py", argv)
         meta |= {"rounds": args.rounds, "model": MODEL[args.device]}
@@ -234,4 +211,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("models", main))
+    sys.exit(guarded("models", lambda: main(sys.argv[1:])))

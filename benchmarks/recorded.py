@@ -6,10 +6,11 @@ differ: `forward.sm90,dtype=float16 / sm90,dtype=bfloat16`. `sm90:max_err / FA2:
 `forward.sm90:tflops` a column alone. Only bf16 counts where a record has it and no condition names dtype.
 """
 
+import argparse
 import json
 import operator
 import re
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from statistics import geometric_mean
 from xml.etree import ElementTree
@@ -19,6 +20,7 @@ NAMES = {"cuda:sm90": "sm90", "cuda:sm80": "sm80", "cuda:dmma": "dmma", "cuda:si
          "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "torch:varlen": "varlen_attn",
          "flex": "Flex", "flash_attn_interface": "FA3"}
 COLUMNS = {"B": "batch_size", "H": "nheads", "Hk": "nheads_k", "S": "seqlen_q", "D": "head_dim", "page": "page_size"}
+SIZE = "head_dim", "causal", "seqlen_q"
 MEASURED = {"impl", "ms", "ms_p20", "ms_p80", "us", "tflops", "gbps", "read_gbps", "peak_mb", "max_err", "attention_ms",
             "attention_us", "step_us", "without_attention_us", "within_us", "of_matmul", "matmul_us"}
 # The dense length whose speed a packed batch is compared with.
@@ -51,8 +53,6 @@ def gpu_record():
             "kib": max(x for name, x in found.items() if name.startswith("bytes beyond inputs")) / 1024}
 
 
-# Rows.
-
 @cache
 def rows_of(name):
     """The measured rows of a record, with the columns and implementations that tables and pages compare by."""
@@ -60,8 +60,7 @@ def rows_of(name):
         return peers()
     if name == "both":
         return both_passes()
-    rows = [dict(row, impl=NAMES.get(row["impl"], row["impl"])) for row in record(name)["rows"]
-            if row.get("ms", True)]
+    rows = [dict(row, impl=NAMES.get(row["impl"], row["impl"])) for row in record(name)["rows"] if row.get("ms", True)]
     if name == "decode":  # the read beside each call is the fastest one of as many bytes in the run
         for row in rows:
             row["mb"] = round(row["ms"] * row["gbps"])
@@ -69,6 +68,8 @@ def rows_of(name):
         for row in reads:
             row |= {key: next(x[key] for x in reads if x["mb"] == row["mb"]) for key in ("ms", "gbps")}
     for row in rows:
+        if "window_size" in row:
+            row["window_size"] = tuple(row["window_size"])
         if row.get("tflops"):
             row |= {"us": 1e3 * row["ms"], "tokens": row.get("batch_size", 0) * row.get("seqlen_q", 0)}
             if ceiling := record(name)["meta"].get("matmul_tflops", {}).get(row["dtype"]):
@@ -82,8 +83,7 @@ def rows_of(name):
     if name == "triton":
         rows += fastest_of(rows, "best", ("Flex", "FA2"))
     if name == "fp32":
-        rows += fastest_of(rows, "ours", ("dmma",)) + [dict(row, impl="ours") for row in rows
-                                                       if row["impl"] == "simt" and row["head_dim"] > 128]
+        rows += fastest_of(rows, "ours", ("dmma", "simt"))
     if name == "forward":
         rows += elsewhere(rows, "best", "cuDNN", "best", "cudnn", "forward")
     if name.endswith("_fa3"):
@@ -92,25 +92,38 @@ def rows_of(name):
     return rows
 
 
-def by_setting(rows, *columns, **only):
-    """{values of columns: {impl: row}} of the rows that have the values `only`."""
+def of(text):
+    """The rows of `record,condition,...`."""
+    name, *conditions = text.split(",")
+    return chosen(rows_of(name), named_in(conditions))
+
+
+def named_in(conditions):
+    """{column: (operator, value)} of conditions such as `S>=2048`."""
+    parts = [re.fullmatch(r"(\w+)(!=|>=|<=|=)(\S+)", x).groups() for x in conditions]
+    return {COLUMNS.get(key, key): condition for key, *condition in parts}
+
+
+def chosen(rows, named):
+    for key, (compare, value) in named.items():
+        value = {"yes": True, "no": False}.get(value, float(value) if re.fullmatch(r"[\d.]+", value) else value)
+        rows = [row for row in rows if value == "any" or key in row and OPERATORS[compare](row[key], value)]
+    return rows
+
+
+def by_setting(rows, *columns):
+    """{values of columns: {impl: row}}"""
     found = {}
     for row in rows:
-        if all(row.get(key) == value for key, value in only.items()):
-            setting = tuple(tuple(row[x]) if isinstance(row[x], list) else row[x] for x in columns)
-            found.setdefault(setting, {})[row["impl"]] = row
+        found.setdefault(tuple(row[x] for x in columns), {})[row["impl"]] = row
     return found
-
-
-def settings(name, *columns, **only):
-    return by_setting(rows_of(name), *columns, **only)
 
 
 def fastest_of(rows, name, impls):
     """Rows called `name`: in each setting the fastest row of impls."""
     columns = [x for x in rows[0] if x not in MEASURED]
-    return [dict(min((of[x] for x in impls if x in of), key=lambda row: row["ms"]), impl=name)
-            for of in by_setting(rows, *columns).values() if any(x in of for x in impls)]
+    settings = by_setting([row for row in rows if row["impl"] in impls], *columns).values()
+    return [dict(min(rows.values(), key=lambda row: row["ms"]), impl=name) for rows in settings]
 
 
 def peers():
@@ -125,22 +138,19 @@ def peers():
 
 def elsewhere(rows, name, impl, peer, base, which):
     """Rows called `name`, an estimate: those of impl, as much faster as peer is than base on the other H200."""
-    found = settings("peers", "head_dim", "causal", "seqlen_q", **{"pass": which})
-    pairs = [(row, found.get((row["head_dim"], row["causal"], row["seqlen_q"]), {})) for row in rows
+    found = by_setting(of(f"peers,pass={which}"), *SIZE)
+    pairs = [(row, found.get(tuple(row[x] for x in SIZE), {})) for row in rows
              if row["impl"] == impl and row["dtype"] == "bfloat16"]
     return [dict(row, impl=name, ms=row["ms"] * x[peer]["ms"] / x[base]["ms"]) for row, x in pairs if peer in x]
 
 
 def both_passes():
     """Rows with the sum of the times of both passes, which were timed apart, up to head_dim 128."""
-    size = "head_dim", "causal", "seqlen_q"
-    forward = settings("triton", *size, dtype="bfloat16")
-    backward = settings("backward", *size, tokens=16384)
-    return [dict(zip(size, x), impl=impl, ms=forward[x][impl]["ms"] + row["ms"]) for x, rows in backward.items()
+    forward = by_setting(of("triton,dtype=bfloat16"), *SIZE)
+    backward = by_setting(of("backward,tokens=16384"), *SIZE)
+    return [dict(zip(SIZE, x), impl=impl, ms=forward[x][impl]["ms"] + row["ms"]) for x, rows in backward.items()
             if x in forward and x[0] <= 128 for impl, row in rows.items() if impl in forward[x]]
 
-
-# Quantities.
 
 def side(text, name, inherited):
     """(name of the record, rows, column or "", {column: condition}) of one side of a quantity."""
@@ -148,50 +158,53 @@ def side(text, name, inherited):
     text, _, column = text.partition(":")
     if "." in text:
         name, text = text.split(".")
-    conditions = [re.fullmatch(r"(\w+)(!=|>=|<=|=)(\S+)", x).groups() for x in conditions]
-    named = {COLUMNS.get(key, key): condition for key, *condition in conditions}
+    named = named_in(conditions)
     rows = [row for row in rows_of(name) if row["impl"] == text]
     default = {"dtype": ("=", "bfloat16")} if any(row.get("dtype") == "bfloat16" for row in rows) else {}
-    for key, (compare, value) in (default | inherited | named).items():
-        value = {"yes": True, "no": False}.get(value, float(value) if re.fullmatch(r"[\d.]+", value) else value)
-        rows = [row for row in rows if value == "any" or key in row and OPERATORS[compare](row[key], value)]
-    return name, rows, column, named
+    return name, chosen(rows, default | inherited | named), column, named
 
 
 def values(quantity):
-    """[(row, value)] of a quantity, one for each setting."""
+    """The values of a quantity, one for each setting."""
     first, _, second = (x.strip() for x in quantity.partition(" / "))
     name, rows, column, named = side(first, None, {})
     if not second:
-        return [(row, row[column]) for row in rows]
+        return [row[column] for row in rows]
     _, others, other_column, also_named = side(second, name, named)
     if not (rows and others):
         return []
     columns = (rows[0].keys() & others[0].keys()) - MEASURED - (named.keys() & also_named.keys())
-
-    def setting(row):
-        return tuple(tuple(row[x]) if isinstance(row[x], list) else row[x] for x in columns)
-
-    peer_of = {setting(row): row for row in others}
-    pairs = [(row, peer_of[setting(row)]) for row in rows if setting(row) in peer_of]
-    return [(row, row[column] / peer[other_column] if column else peer["ms"] / row["ms"]) for row, peer in pairs]
+    found = by_setting(others, *columns)
+    pairs = [(row, peer) for row in rows for peer in found.get(tuple(row[x] for x in columns), {}).values()]
+    return [row[column] / peer[other_column] if column else peer["ms"] / row["ms"] for row, peer in pairs]
 
 
-STATS = {"mean": geometric_mean, "least": min, "most": max, "count": len, "span": lambda x: (min(x), max(x))}
+def only(numbers):
+    (number,) = numbers
+    return number
+
+
+STATS = {"mean": geometric_mean, "least": min, "most": max, "count": len, "span": lambda x: (min(x), max(x)),
+         "value": only}
 
 
 def quoted(stat, form, quantity):
     """The text of a number: STAT [FORMAT]: QUANTITY, or meta [FORMAT]: RECORD.KEY[.KEY]."""
     if stat == "meta":
         name, *keys = quantity.split(".")
-        found = record(name)["meta"]
-        for key in keys:
-            found = found[key]
-        return format(found, form or "")
-    numbers = [value for _, value in values(quantity)]
-    if stat == "value":
-        (found,) = numbers
-    else:
-        found = STATS[stat](numbers)
+        return format(reduce(operator.getitem, keys, record(name)["meta"]), form or "")
+    found = STATS[stat](values(quantity))
     form = form or ("d" if stat == "count" else ".2f")
     return " to ".join(format(x, form) for x in found) if stat == "span" else format(found, form)
+
+
+def rewrite(stale, description, argv):
+    """The main() of a script that writes files. stale: [(stale file, function that writes it)]."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is stale")
+    check = parser.parse_args(argv).check
+    for file, write in stale:
+        if not check:
+            write()
+        print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if check else 'rewritten'}")
+    return int(check and bool(stale))

@@ -38,7 +38,7 @@ HOST = ("host_forward", "torch:flash"), ("host", "torch:cudnn")  # a record, and
 def lines():
     """(what is compared, its values, the goal for their mean, the goal for the least)"""
     for quantity, *goals in GOALS:
-        yield quantity, [value for _, value in values(quantity)], *goals
+        yield quantity, values(quantity), *goals
     for name, peer in HOST:
         us = record(name)["meta"]["host_us"]
         yield f"{name}: time of {peer} / time of ours", [us[peer] / us["flash_attention"]], None, 1

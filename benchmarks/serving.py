@@ -6,7 +6,7 @@ Requests: N of them arrive at once, with prompts of equal length. A step reads o
 each step. The tokens that they generate are divided by the time until the last one ends: the median of three runs after
 a warm-up.
 
-Decode step: four CUDA graphs are replayed, each as often as fills a tenth of a second.
+Decode step: CUDA graphs are replayed, each as often as fills a tenth of a second.
  - The step as the server captures it, and the same step with attention that returns q. The difference is what attention
    costs within a model. A call appends a token, rotates, and attends to the cache.
  - The calls of attention, each after a read of the weights of a layer, and these reads alone. The difference is what
@@ -17,15 +17,17 @@ On a CPU the model is tiny, for the tests. Read next: ../examples/generate.py.
 
 import argparse
 import io
+import itertools
 import json
 import statistics
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from random import Random
+from unittest import mock
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for a checkout that is not installed
 
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -36,6 +38,7 @@ from minimal_attn.bench.measure import environment  # noqa: E402
 from minimal_attn.cli import guarded  # noqa: E402
 from minimal_attn.toolkit.benchmark import benchmark_fn  # noqa: E402
 
+MODEL = {device: {name: sizes[i] for name, sizes in generate.MODEL.items()} for i, device in enumerate(("cuda", "cpu"))}
 IMPLS = {"cuda": ["cuda", "triton"], "cpu": ["torch"]}  # backends of attention_with_kvcache
 REQUESTS = {"cuda": [1, 2, 4, 8, 16, 32, 64], "cpu": [1, 2]}
 PROMPT, NEW = {"cuda": 512, "cpu": 8}, {"cuda": 128, "cpu": 4}
@@ -49,17 +52,13 @@ EXAMPLE = {"cuda": [], "cpu": ["--requests", "3"]}  # the options of the example
 
 def make_model(device, max_seqlen):
     torch.manual_seed(0)
-    model = TinyLM(**{name: sizes[device == "cpu"] for name, sizes in generate.MODEL.items()}, max_seqlen=max_seqlen)
-    return model.to(device, DTYPES[device])
+    return TinyLM(**MODEL[device], max_seqlen=max_seqlen).to(device, DTYPES[device])
 
 
 def make_server(model, num_samples, seqlen_k, backend):
-    """A server for so many samples, and so many tokens of each."""
     num_pages = num_samples * generate.pages_of(seqlen_k)
     return generate.Server(model, num_pages, PROMPT[model.head.weight.device.type], num_samples, backend)
 
-
-# Tokens per second.
 
 def tokens_per_s(model, num_requests, backend):
     device, random = model.head.weight.device.type, Random(0)
@@ -73,8 +72,6 @@ def tokens_per_s(model, num_requests, backend):
     return num_requests * NEW[device] / statistics.median(times[1:])
 
 
-# A decode step.
-
 def fill(server, seqlen_k):
     """Gives every sample seqlen_k - 1 keys, in pages in a random order, and one new token."""
     samples, pages = server.max_batch, generate.pages_of(seqlen_k)
@@ -85,41 +82,31 @@ def fill(server, seqlen_k):
 
 
 def step_us(model, samples, seqlen_k, backend):
-    """{"step": µs, "without_attention": µs, "attention": µs}, of medians of rounds in which the graphs take turns."""
+    """{column of a row: µs}, of medians of rounds in which the graphs take turns."""
     server = make_server(model, samples, seqlen_k, backend)
     fill(server, seqlen_k)
     heads = model.heads, model.heads_k, model.heads_k
     qkv = server.cache.new_empty(samples, sum(heads), model.head_dim).normal_()
     weights = [torch.cat([x.flatten() for x in layer.parameters()]) for layer in model.layers]
 
-    def step():
-        server.forward(samples, samples, 1)
+    def step(attend=server.attend):
+        with mock.patch.object(server, "attend", attend):
+            server.forward(samples, samples, 1)
 
-    def step_without_attention():
-        server.attend = lambda num_samples, max_seqlen_q, layer, q, k, v: q
-        step()
-        del server.attend
-
-    def reads():
-        for x in weights:
-            x.sum()
-
-    def reads_and_attention():
+    def reads(attend=lambda *inputs: None):
         for layer, x in enumerate(weights):
             x.sum()
-            server.attend(samples, 1, layer, *qkv.transpose(0, 1)[None].split(heads, 1))  # views, as in the model
+            attend(samples, 1, layer, *qkv.transpose(0, 1)[None].split(heads, 1))  # views, as in the model
 
-    calls = {"step": step, "without_attention": step_without_attention, "reads": reads,
-             "reads_and_attention": reads_and_attention}
-    calls = {name: replayed(call) if server.graphs else call for name, call in calls.items()}
-    times = {name: [] for name in calls}
+    calls = step, partial(step, attend=lambda *inputs: inputs[3]), reads, partial(reads, server.attend)
+    calls = [replayed(call) if server.graphs else call for call in calls]
+    times = []
     for _ in range(ROUNDS):
-        for name, call in calls.items():
-            first = benchmark_fn(call, warmup=1, rep=3)[0]
-            times[name].append(1e3 * benchmark_fn(call, warmup=0, rep=max(3, int(REPLAY_MS / first)))[0])
-    us = {name: statistics.median(x) for name, x in times.items()}
-    return {"step": us["step"], "without_attention": us["without_attention"],
-            "attention": us["reads_and_attention"] - us["reads"]}
+        reps = [max(3, int(REPLAY_MS / benchmark_fn(call, warmup=1, rep=3)[0])) for call in calls]
+        times.append([1e3 * benchmark_fn(call, warmup=0, rep=rep)[0] for call, rep in zip(calls, reps)])
+    step_us, without_us, reads_us, both_us = map(statistics.median, zip(*times))
+    us = {"step_us": step_us, "without_attention_us": without_us, "attention_us": both_us - reads_us}
+    return {name: float(f"{x:.6g}") for name, x in us.items()}
 
 
 def replayed(call):
@@ -130,30 +117,23 @@ def replayed(call):
     return graph.replay
 
 
-# The record.
-
 def make_rows(device, impls):
     """The rows of the JSON, printed as they are measured."""
     model, rows = make_model(device, PROMPT[device] + NEW[device]), []
-    for num_requests in REQUESTS[device]:
-        for impl in impls:
-            speed = tokens_per_s(model, num_requests, impl)
-            rows.append({"op": "generate", "impl": impl, "requests": num_requests,
-                         "tokens_per_s": float(f"{speed:.6g}")})
-            print(f"{num_requests:3} requests {impl:8} {speed:9,.0f} tokens/s", flush=True)
+    for num_requests, impl in itertools.product(REQUESTS[device], impls):
+        speed = tokens_per_s(model, num_requests, impl)
+        rows.append({"op": "generate", "impl": impl, "requests": num_requests, "tokens_per_s": float(f"{speed:.6g}")})
+        print(f"{num_requests:3} requests {impl:8} {speed:9,.0f} tokens/s", flush=True)
     model = make_model(device, max(seqlen_k for _, seqlen_k in STEPS[device]))
-    for samples, seqlen_k in STEPS[device]:
-        for impl in impls:
-            us = {name: float(f"{x:.6g}") for name, x in step_us(model, samples, seqlen_k, impl).items()}
-            rows.append({"op": "decode_step", "impl": impl, "samples": samples, "seqlen_k": seqlen_k}
-                        | {f"{name}_us": x for name, x in us.items()})
-            print(f"{samples:3} samples, {seqlen_k:5} keys {impl:8} step {us['step']:8,.1f} µs, without attention "
-                  f"{us['without_attention']:8,.1f}, attention alone {us['attention']:8,.1f}", flush=True)
+    for (samples, seqlen_k), impl in itertools.product(STEPS[device], impls):
+        us = step_us(model, samples, seqlen_k, impl)
+        rows.append({"op": "decode_step", "impl": impl, "samples": samples, "seqlen_k": seqlen_k, **us})
+        print(f"{samples:3} samples, {seqlen_k:5} keys {impl:8} step {us['step_us']:8,.1f} µs, without attention "
+              f"{us['without_attention_us']:8,.1f}, attention alone {us['attention_us']:8,.1f}", flush=True)
     return rows
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
+def main(argv):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--impls", nargs="+", choices=generate.BACKENDS, default=IMPLS[device],
@@ -163,8 +143,7 @@ def main(argv=None):
     meta = environment(device, "python benchmarks/serving.py", argv)
     with redirect_stdout(io.StringIO()) as printed:
         generate.main(EXAMPLE[device])
-    meta |= {"model": {name: sizes[device == "cpu"] for name, sizes in generate.MODEL.items()},
-             "prompt": PROMPT[device], "new_tokens": NEW[device],
+    meta |= {"model": MODEL[device], "prompt": PROMPT[device], "new_tokens": NEW[device],
              "transcript": [*map(str.rstrip, printed.getvalue().splitlines())]}
     rows = make_rows(device, args.impls)
     if args.json:
@@ -173,4 +152,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("serving", main))
+    sys.exit(guarded("serving", lambda: main(sys.argv[1:])))

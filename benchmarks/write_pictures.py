@@ -3,22 +3,20 @@
     python benchmarks/write_pictures.py            # draw those that are stale
     python benchmarks/write_pictures.py --check    # draw nothing; exit code 1 if one is stale
 
-A picture is stale when the digest that it holds is not that of its numbers and of the code that draws it. A run of
-minimal-attn bench with --plot draws the same pictures.
+A picture is stale when the digest that it holds is not that of its numbers and of the code that draws it.
 """
 
-import argparse
 import sys
-from pathlib import Path
+from functools import partial
 
-ROOT = Path(__file__).parents[1]
+from recorded import NAMES, ROOT, of, record, rewrite
+
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from examples import train_tiny_gpt  # noqa: E402
 from minimal_attn.bench import pictures  # noqa: E402
 from minimal_attn.bench.tables import number  # noqa: E402
-from recorded import NAMES, record  # noqa: E402
-from write_tables import LADDER, tflops  # noqa: E402
+from write_tables import LADDER, PASSES, tflops  # noqa: E402
 
 FOLDER = ROOT / "benchmarks/h200"
 RUNS = ("forward.svg", "forward_bf16.svg", "heads.svg", "sm80.png", "backward.png", "fp32.png", "matmul.png",
@@ -35,8 +33,8 @@ def run(name):
 
 def training(name):
     content = record(name)
-    title = train_tiny_gpt.title_of(content["meta"])
-    return train_tiny_gpt.loss_curves, content["losses"], content["tokens_per_s"], title
+    return (train_tiny_gpt.loss_curves, content["losses"], content["tokens_per_s"],
+            train_tiny_gpt.title_of(content["meta"]))
 
 
 def ladder(name):
@@ -56,20 +54,17 @@ def models(name):
     """The times of whole models, and solid the part of attention."""
     panels, content = {}, record(name)
     for row in content["rows"]:
-        which = {"forward": "forward pass", "step": "training step"}[row["pass"]]
-        bars, _ = panels.setdefault(f"{which}, {row['seqlen']} tokens", ([], None))
+        bars, _ = panels.setdefault(f"{PASSES[row['pass']]}, {row['seqlen']} tokens", ([], None))
         text = number(row["ms"]) + (f" ({bars[0][2] / row['ms']:.2f}×)" if bars else "")
         bars.append((pictures.STYLES[row["impl"]].label, row["impl"], row["ms"], row["attention_ms"], text))
-    layers = content["meta"]["model"]["num_hidden_layers"]
-    return (pictures.bars, panels, f"A Llama of {layers} layers, bfloat16, on {content['meta']['device']}",
-            "ms (solid: attention kernels)", 2)
+    title = "A Llama of {model[num_hidden_layers]} layers, bfloat16, on {device}".format(**content["meta"])
+    return pictures.bars, panels, title, "ms (solid: attention kernels)", 2
 
 
 def serving(name):
     curves, meta = {}, record(name)["meta"]
-    for row in record(name)["rows"]:
-        if row["op"] == "generate":
-            curves.setdefault(row["impl"], {})[row["requests"]] = row["tokens_per_s"]
+    for row in of("serving,op=generate"):
+        curves.setdefault(row["impl"], {})[row["requests"]] = row["tokens_per_s"]
     heading = f"prompts of {meta['prompt']} tokens, {meta['new_tokens']} new ones"
     return (pictures.curves, {heading: curves}, f"Continuous batching on {meta['device']}",
             ("requests at once", "tokens per second"))
@@ -92,17 +87,10 @@ FILES = {**dict.fromkeys(RUNS, run), "training.png": training, "training_16k.png
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="draw nothing; exit code 1 if a picture is stale")
-    check, stale = parser.parse_args(argv).check, False
-    for name, what in FILES.items():
-        file, (make, *drawn) = (FOLDER / name).resolve(), what(name.rpartition(".")[0])
-        if pictures.digest_in(file) != pictures.digest_of(make, drawn):
-            stale = True
-            if not check:
-                pictures.draw(file, make, *drawn)
-            print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if check else 'drawn'}")
-    return int(check and stale)
+    shown = {(FOLDER / name).resolve(): what(name.rpartition(".")[0]) for name, what in FILES.items()}
+    stale = [(file, partial(pictures.draw, file, make, *drawn)) for file, (make, *drawn) in shown.items()
+             if pictures.digest_in(file) != pictures.digest_of(make, drawn)]
+    return rewrite(stale, __doc__.splitlines()[0], argv)
 
 
 if __name__ == "__main__":

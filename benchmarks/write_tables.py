@@ -3,27 +3,23 @@
     python benchmarks/write_tables.py            # rewrite the files in place
     python benchmarks/write_tables.py --check    # change nothing; exit code 1 if a file is stale
 
-A comment such as `<!-- span: forward.sm90 / cuDNN -->` stands before a number, not at the beginning of a line. It says
-how (mean, least, most, count, span, or value where there is only one) and which quantity; recorded.py describes both.
-A format may stand before the colon: `<!-- most .1f: forward.sm90:max_err / FA2:max_err -->`. `<!-- meta:
-forward.rounds -->` is a fact of a record. The lines between `<!-- begin NAME -->` and `<!-- end NAME -->` are the table
-NAME of this file. Read next: recorded.py; write_pictures.py, which draws the pictures.
+A comment such as `<!-- span .2f: forward.sm90 / cuDNN -->` stands before a number, not at the beginning of a line. It
+has a key of recorded.STATS, a format or none, and a quantity; recorded.py describes it. `<!-- meta: forward.rounds -->`
+is a fact of a record. The lines between `<!-- begin NAME -->` and `<!-- end NAME -->` are the table NAME of this file.
 """
 
-import argparse
 import math
 import re
 import sys
+from functools import partial
 
-from recorded import COLUMNS, ROOT, by_setting, quoted, record, rows_of, values
+from recorded import COLUMNS, ROOT, by_setting, of, only, quoted, record, rewrite, values
 
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
 NUMBER = re.compile(r"(<!-- (mean|least|most|count|span|value|meta)(?: ([,.\w]+))?: ((?:(?!-->).)*?) -->)"
                     r"\d(?:[\d,]*\d)?(?:\.\d+)?(?: to \d+(?:\.\d+)?)?")
 
-
-# Markdown.
 
 def table(headings, rows):
     """Columns of numbers are aligned on the right."""
@@ -33,40 +29,42 @@ def table(headings, rows):
 
 
 def cell(x, form=""):
-    return {True: "yes", False: "no", None: "–"}[x] if x is None or isinstance(x, bool) else \
-        re.sub("^-", "−", format(x, form))
+    """A dash stands for what is not there, and for the page size 0 of a cache without pages."""
+    if isinstance(x, bool):
+        return "yes" if x else "no"
+    return re.sub("^-", "−", format(x, form)) if x else "–"
 
 
 def column(text, key, form):
-    """(heading, {impl: row} -> cell) of `sm90`, `sm90;ms;.3f` or `sm90 / FA2`, which may stand behind `heading=`."""
+    """(heading, {impl: row} -> cell) of `sm90`, `sm90;ms;.3f`, `sm90 / FA2` (a ratio of speeds) or `sm90 - FA2` (a
+    difference of the numbers), which may stand behind `heading=`."""
     heading, _, text = text.rpartition("=")
-    impl, _, peer = text.partition(" / ")
-    if peer:
-        return heading or text, lambda rows: cell(
-            rows[peer]["ms"] / rows[impl]["ms"] if impl in rows and peer in rows else None, ".2f")
-    impl, key, form = text.split(";") if ";" in text else (text, key, form)
-    return heading or impl, lambda rows: cell(rows[impl][key] if impl in rows else None, form)
+    impl, sign, peer = re.fullmatch("(.*?)(?: ([/-]) (.*))?", text).groups()
+    if sign == "/":
+        form, number = ".2f", lambda rows: rows[peer]["ms"] / rows[impl]["ms"]
+    elif sign == "-":
+        form, number = f"+{form}", lambda rows: rows[impl][key] - rows[peer][key]
+    else:
+        impl, key, form = text.split(";") if ";" in text else (text, key, form)
+        number = lambda rows: rows[impl][key]  # noqa: E731
+    return heading or text, lambda rows: cell(number(rows) if {impl, peer or impl} <= rows.keys() else None, form)
 
 
 def speeds(rows, head, columns, key="tflops", form=".0f"):
     """A table with a line for each setting. head: the columns that make a setting, as `S` or `heading=column`. columns:
     as column() has them."""
     heads = [x.rpartition("=") for x in head.split("|")]
-    rows_of = by_setting(rows, *(COLUMNS.get(x, x) for *_, x in heads))
-    if head.startswith("head_dim"):
-        rows_of = dict(sorted(rows_of.items()))
+    lines = by_setting(rows, *(COLUMNS.get(x, x) for *_, x in heads)).items()
     columns = [column(text, key, form) for text in columns.split("|")]
     return table([*(heading or x for heading, _, x in heads), *(heading for heading, _ in columns)],
-                 [[*map(cell, setting), *(of(rows) for _, of in columns)] for setting, rows in rows_of.items()])
+                 [[*map(cell, setting), *(cell_of(impls) for _, cell_of in columns)]
+                  for setting, impls in (sorted(lines) if head.startswith("head_dim") else lines)])
 
-
-# Tables.
 
 SIZE = "head_dim|causal|S"
-
-
-def of(name, **only):
-    return [row for row in rows_of(name) if all(row.get(key) == value for key, value in only.items())]
+BESIDE_TORCH = "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2"
+BESIDE_FA3 = "sm90|FA3|cuDNN|sm90 / FA3|sm90 / cuDNN"
+PASSES = {"forward": "forward pass", "step": "training step"}  # of whole models
 
 
 def fp32():
@@ -83,79 +81,76 @@ def beside(rows, others, *columns):
     return [dict(row, other=other, share=row["tflops"] / other) for row, other in pairs]
 
 
-def packed(name, dense_op, columns, ours):
+def packed(name, dense_op, ours, *others):
     """The last columns are the dense rate of ours and what a packed batch reaches of it."""
-    rows = beside(of(name, op=name), of(name, op=dense_op), "seqlen_q", "causal")
-    return speeds(rows, "lengths|causal", f"{columns}|{ours}, dense={ours};other;.0f|{ours} / dense={ours};share;.2f")
+    rows = beside(of(f"{name},op={name}"), of(f"{name},op={dense_op}"), "seqlen_q", "causal")
+    return speeds(rows, "lengths|causal", "|".join([
+        ours, *others, "triton", "varlen_attn", f"{ours} / varlen_attn", "triton / varlen_attn",
+        f"{ours}, dense={ours};other;.0f", f"{ours} / dense={ours};share;.2f"]))
 
 
 def scores():
-    rows = beside(of("scores", causal=False), of("scores", score="none"))
+    rows = beside(of("scores,causal=no"), of("scores,score=none"))
     return speeds(rows, "score", "sm90|sm80|triton|Flex|efficient|cuDNN|FA2|sm90 / none=sm90;share;.2f"
                   "|triton / none=triton;share;.2f|sm90 / Flex|triton / Flex|sm90 / efficient")
 
 
-def decode(rows, head, columns):
-    return speeds([dict(row, page_size=row["page_size"] or None) for row in rows], head,
-                  "MB=read;mb;d|read, GB/s=read;gbps;.0f|" + "|".join(f"{x}={x} / read" for x in columns))
+READ = "MB=read;mb;d|read, GB/s=read;gbps;.0f"
 
 
-def decode_pages():
+def decode():
     """Calls of one token on full caches. Those with pages are columns of their own."""
     rows = [dict(row, impl=f"{row['impl']}, {row['page_size']}" if row["page_size"] else row["impl"])
-            for row in of("decode", seqlen_q=1, lengths="full")]
-    return decode(rows, "B|H|Hk|S=seqlen_k", [*(f"{impl}{page}" for impl in ("cuda", "triton")
-                                                for page in ("", ", 16", ", 64", ", 128")), "cuDNN", "FA2"])
+            for row in of("decode,seqlen_q=1,lengths=full")]
+    impls = [f"{impl}{page}" for impl in ("cuda", "triton") for page in ("", ", 16", ", 64", ", 128")]
+    return speeds(rows, "B|H|Hk|S=seqlen_k", "|".join([READ, *(f"{x}={x} / read" for x in (*impls, "cuDNN", "FA2"))]))
 
 
 def decode_more():
     """All other calls."""
-    others = [row for row in of("decode") if row["page_size"] in (1, 8) or (row["seqlen_q"], row["lengths"]) != (1, "full")]
-    return decode(others, "B|S=seqlen_k|tokens=seqlen_q|page|lengths", ("cuda", "triton", "cuDNN", "FA2"))
+    rows = [row for row in of("decode")
+            if row["page_size"] in (1, 8) or row["seqlen_q"] != 1 or row["lengths"] != "full"]
+    return speeds(rows, "B|S=seqlen_k|tokens=seqlen_q|page|lengths",
+                  f"{READ}|cuda=cuda / read|triton=triton / read|cuDNN=cuDNN / read|FA2=FA2 / read")
 
 
 def append():
-    attend = {(row["impl"], *(row[COLUMNS[x]] for x in ("B", "page"))): row["us"] for row in of("append")}
-    rows = [dict(row, impl=row["impl"].replace(":", " "), page_size=row["page_size"] or None, more=row["us"] - attend[
-        f"{row['impl'].split(':')[0]}:attend", row["batch_size"], row["page_size"]]) for row in of("append")]
-    return speeds(rows, "B|H|Hk|S=seqlen_k|page", "|".join(
-        f"{x}={x} attend|{x}, append={x};more;+.1f|{x}, append and rotary={x} rotary;more;+.1f"
+    return speeds(of("append"), "B|H|Hk|S=seqlen_k|page", "|".join(
+        f"{x}={x}:attend|{x}, append={x} - {x}:attend|{x}, append and rotary={x}:rotary - {x}:attend"
         for x in ("cuda", "triton")), "us", ".1f")
 
 
 def mixed():
     ways = {"one call": "", "two calls": ":apart", "with `flash_attention`": ":dense"}
     columns = "|".join(f"{x}, {name}={x}{way}" for x in ("cuda", "triton") for name, way in ways.items())
-    return speeds([dict(row, page_size=row["page_size"] or None) for row in of("mixed")], "page", columns, "us", ".1f")
+    return speeds(of("mixed"), "page", columns, "us", ".1f")
 
 
 def backward_variants():
-    kinds = {(False, 0.0): "usual", (True, 0.0): "deterministic", (False, 0.1): "dropout"}
-    rows = [dict(row, impl=kinds[row["deterministic"], row["dropout_p"]] + " sm80" * (row["impl"] == "sm80"))
-            for row in of("backward_variants")]
+    rows = [dict(row, impl=("deterministic" if row["deterministic"] else "dropout" if row["dropout_p"] else "usual")
+                 + " sm80" * (row["impl"] == "sm80")) for row in of("backward_variants")]
     return speeds(rows, SIZE, "usual|deterministic|dropout|deterministic / usual|dropout / usual"
                   "|dropout, sm90 / sm80=dropout / dropout sm80")
 
 
 def models():
-    passes = {"forward": "forward pass", "step": "training step"}
     impls = "sdpa", "minimal_attn", "activated"
-    return speeds([dict(row, **{"pass": passes[row["pass"]]}) for row in of("models")], "pass|tokens=seqlen", "|".join([
+    return speeds([row | {"pass": PASSES[row["pass"]]} for row in of("models")], "pass|tokens=seqlen", "|".join([
         *(f"`{x}`={x}" for x in impls), *(f"`{x}` / `sdpa`={x} / sdpa" for x in impls[1:]),
         *(f"attention, `{x}`={x};attention_ms;.1f" for x in impls)]), "ms", ".1f")
 
 
 def decode_step():
-    rows = [dict(row, ratio=row["attention_us"] / row["within_us"]) for row in of("serving", op="decode_step")]
+    rows = [dict(row, ratio=row["attention_us"] / row["within_us"]) for row in of("serving,op=decode_step")]
     return speeds(rows, "samples|keys=seqlen_k", "|".join(
         f"step, µs, `{x}`={x};step_us;.0f|in the step, `{x}`={x};within_us;.0f|alone, `{x}`={x};attention_us;.0f"
         f"|ratio, `{x}`={x};ratio;.2f" for x in ("cuda", "triton")))
 
 
 def triton():
-    rows = [dict(row, impl="fp8") if row["dtype"] != "bfloat16" else row for row in of("triton")
-            if row["dtype"] == "bfloat16" or row["impl"] == "triton"]
-    return speeds(rows, SIZE, "triton|fp8|Flex|FA2|cuDNN|triton / Flex|triton / FA2|triton / cuDNN")
+    rows = [dict(row, impl="fp8") for row in of("triton,dtype!=bfloat16,impl=triton")]
+    return speeds(of("triton,dtype=bfloat16") + rows, SIZE,
+                  "triton|fp8|Flex|FA2|cuDNN|triton / Flex|triton / FA2|triton / cuDNN")
 
 
 def matmul():
@@ -166,17 +161,16 @@ def matmul():
 
 
 def training(name):
-    lines = [[f"`{x}`", f"{tokens / 1e6:.2f}"] for x, tokens in record(name)["tokens_per_s"].items()]
-    return table(["backend", "million tokens per second"], lines)
+    return table(["backend", "million tokens per second"],
+                 [[f"`{x}`", f"{tokens / 1e6:.2f}"] for x, tokens in record(name)["tokens_per_s"].items()])
 
 
 def host():
     one, both = (record(name)["meta"]["host_us"] for name in ("host_forward", "host"))
-    calls = {"`flash_attention`": "flash_attention", "`flash_attn_func`": "flash_attn_func",
-             "`flash_attn_varlen_func`": "flash_attn_varlen_func",
-             "`flash_attention(backend=\"triton\")`": "triton", "SDPA, FA2": "torch:flash",
-             "SDPA, cuDNN": "torch:cudnn", "SDPA, memory-efficient": "torch:efficient", "SDPA as it comes": "torch",
-             "SDPA after `activate()`": "activated"}
+    calls = {f"`{x}`": x for x in ("flash_attention", "flash_attn_func", "flash_attn_varlen_func")} | {
+        "`flash_attention(backend=\"triton\")`": "triton", "SDPA, FA2": "torch:flash", "SDPA, cuDNN": "torch:cudnn",
+        "SDPA, memory-efficient": "torch:efficient", "SDPA as it comes": "torch",
+        "SDPA after `activate()`": "activated"}
     return table(["call", "forward, µs", "forward and backward, µs"],
                  [[call, cell(one.get(key), ".1f"), cell(both.get(key), ".0f")] for call, key in calls.items()])
 
@@ -194,57 +188,47 @@ LADDER = {
 
 
 def tflops(impl, setting):
-    ((_, found),) = values(f"{impl}:tflops,{setting}")
-    return found
+    return only(values(f"{impl}:tflops,{setting}"))
 
 
 def ladder(dtype):
     setting, steps = LADDER[dtype]
     speed = [tflops(impl, setting) for *_, impl in steps]
-    lines = [[name if name == PYTORCH else f"`{name}`", arithmetic, f"{x:.0f}", f"{x / before:.2f}" if before else ""]
-             for (name, arithmetic, _), x, before in zip(steps, speed, (None, *speed))]
-    return table(["What runs", "Arithmetic", "TFLOP/s", "× row above"], lines)
+    return table(["What runs", "Arithmetic", "TFLOP/s", "× row above"], [
+        [name if name == PYTORCH else f"`{name}`", arithmetic, f"{x:.0f}", f"{x / before:.2f}" if before else ""]
+        for (name, arithmetic, _), x, before in zip(steps, speed, (None, *speed))])
 
 
 def ladder_backward():
-    rows = [dict(row, shape=f"B 8, H {row['nheads']}, S 2048, D {row['head_dim']}") for row in of(
-        "backward", batch_size=8, seqlen_q=2048, causal=False) if row["head_dim"] <= 128]
+    rows = [dict(row, shape=f"B 8, H {row['nheads']}, S 2048, D {row['head_dim']}")
+            for row in of("backward,B=8,S=2048,D<=128,causal=no")]
     return speeds(sorted(rows, key=lambda row: row["head_dim"]), "bf16, TFLOP/s=shape",
                   "`flash_bwd_sm80.cu`=sm80|Triton=triton|FlashAttention-2=FA2|cuDNN")
 
 
-def shorter(rows):
-    """rows without those of S = 8192."""
-    return [row for row in rows if row["seqlen_q"] != 8192]
-
-
 TABLES = {
-    "results": lambda: speeds(shorter(of("forward", dtype="bfloat16", causal=True)), "head_dim|S",
-                              "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2"),
-    "forward": lambda: speeds(of("forward", dtype="bfloat16"), SIZE, "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2"),
-    "forward_fa3": lambda: speeds(of("forward_fa3"), SIZE, "sm90|FA3|cuDNN|sm90 / FA3|sm90 / cuDNN"),
-    "backward_fa3": lambda: speeds(of("backward_fa3"), SIZE, "sm90|FA3|cuDNN|sm90 / FA3|sm90 / cuDNN"),
+    "results": lambda: speeds(of("forward,dtype=bfloat16,causal=yes,S!=8192"), "head_dim|S", BESIDE_TORCH),
+    "forward": lambda: speeds(of("forward,dtype=bfloat16"), SIZE, BESIDE_TORCH),
+    "forward_fa3": lambda: speeds(of("forward_fa3"), SIZE, BESIDE_FA3),
+    "backward_fa3": lambda: speeds(of("backward_fa3"), SIZE, BESIDE_FA3),
     "heads": lambda: speeds(of("heads"), "B|H|Hk|S|D|causal", "sm90|cuDNN|sm90 / cuDNN"),
-    "ampere": lambda: speeds(shorter(of("sm80", dtype="bfloat16")), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
-    "varlen": lambda: packed("varlen", "forward", "sm90|sm80|triton|varlen_attn|sm90 / varlen_attn"
-                             "|triton / varlen_attn", "sm90"),
-    "varlen_backward": lambda: packed("varlen_backward", "backward", "sm80|triton|varlen_attn|sm80 / varlen_attn"
-                                      "|triton / varlen_attn", "sm80"),
-    "window": lambda: speeds(of("window", op="window"), "window=window_size|S|causal",
+    "ampere": lambda: speeds(of("sm80,dtype=bfloat16,S!=8192"), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
+    "varlen": lambda: packed("varlen", "forward", "sm90", "sm80"),
+    "varlen_backward": lambda: packed("varlen_backward", "backward", "sm80"),
+    "window": lambda: speeds(of("window,op=window"), "window=window_size|S|causal",
                              "sm90|sm80|triton|Flex|sm90 / Flex|triton / Flex", "ms", ".3f"),
-    "backward": lambda: speeds(of("backward", tokens=16384), SIZE, "sm90|sm80|triton|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"
+    "backward": lambda: speeds(of("backward,tokens=16384"), SIZE, "sm90|sm80|triton|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"
                                "|sm80 / FA2|triton / FA2"),
-    "backward_heads": lambda: speeds(of("backward_heads"), "H|Hk|S|causal", "sm90|sm80|FA2|cuDNN|sm90 / FA2"
-                                     "|sm90 / cuDNN"),
+    "backward_heads": lambda: speeds(of("backward_heads"), "H|Hk|S|causal",
+                                     "sm90|sm80|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"),
     "forward_backward": lambda: speeds(of("forward_backward"), SIZE, "sm90|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"),
     "transcript": lambda: "\n".join(["```text", *map(str.rstrip, record("serving")["meta"]["transcript"]), "```\n"]),
-    "generate": lambda: speeds(of("serving", op="generate"), "requests", "`cuda`=cuda|`triton`=triton", "tokens_per_s",
-                               ",.0f"),
-    "fp32": fp32, "scores": scores, "decode": decode_pages, "decode_more": decode_more, "append": append,
-    "mixed": mixed, "backward_variants": backward_variants, "models": models, "decode_step": decode_step,
-    "triton": triton, "matmul": matmul, "host": host, "ladder_backward": ladder_backward,
-    "ladder_fp32": lambda: ladder("fp32"), "ladder_bf16": lambda: ladder("bf16"),
-    "training": lambda: training("training"), "training_16k": lambda: training("training_16k"),
+    "generate": lambda: speeds(of("serving,op=generate"), "requests",
+                               "`cuda`=cuda;tokens_per_s;,.0f|`triton`=triton;tokens_per_s;,.0f"),
+    **{x.__name__: x for x in (append, backward_variants, decode, decode_more, decode_step, fp32, host, ladder_backward,
+                               matmul, mixed, models, scores, triton)},
+    **{f"ladder_{dtype}": partial(ladder, dtype) for dtype in LADDER},
+    **{name: partial(training, name) for name in ("training", "training_16k")},
 }
 
 
@@ -254,15 +238,9 @@ def rewritten(text):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a file is stale")
-    check = parser.parse_args(argv).check
-    stale = [file for file in FILES if rewritten(file.read_text()) != file.read_text()]
-    for file in stale:
-        if not check:
-            file.write_text(rewritten(file.read_text()))
-        print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if check else 'rewritten'}")
-    return int(check and bool(stale))
+    texts = {file: rewritten(file.read_text()) for file in FILES}
+    stale = [(file, partial(file.write_text, text)) for file, text in texts.items() if text != file.read_text()]
+    return rewrite(stale, __doc__.splitlines()[0], argv)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ build and the sources. Users need no compiler.
     python tools/build_wheel.py --cpu --out DIR  # without the kernels for GPUs, in a few minutes
 
 The machine needs nvcc of CUDA 13, g++ 11 or newer, and torch 2.11 or newer, whose build need not be one for CUDA. The
-objects stay in build/wheel, where ninja finds them up to date.
-
-Read next: ../minimal_attn/stable.py, which loads the library; ../csrc/binding/stable.cpp, the library.
+objects stay in build/wheel, where ninja finds them up to date. Read next: ../csrc/binding/stable.cpp, the library.
 """
 
 import argparse
@@ -16,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,27 +32,19 @@ OTHER_BINDING = {"main.cpp", "autograd.cpp", "fast_path.cpp", "sdpa_override.cpp
 STABLE_ABI = "0x020B000000000000"  # of torch 2.11, as torch/csrc/stable/version.h writes it
 ARCHS = ("compute_75,code=sm_75", "compute_80,code=[sm_80,compute_80]", "compute_90a,code=sm_90a")
 MAX_BYTES = 15_000_000
+IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
 PACKED = "csrc", "minimal_attn", "triton_ref", "setup.py", "pyproject.toml", "README.md", "LICENSE"
 
 NINJA = """\
-rule cxx
-  command = {cxx} {cflags} $define -MMD -MF $out.d -c $in -o $out
-  deps = gcc
-  depfile = $out.d
-rule nvcc
-  command = {nvcc} {nvccflags} -MD -MF $out.d -c $in -o $out
+cpp = {cxx} {cflags}
+cu = {nvcc} {nvccflags}
+rule compile
+  command = $compiler -MD -MF $out.d -c $in -o $out
   deps = gcc
   depfile = $out.d
 rule link
   command = {cxx} -shared $in {ldflags} -o $out
 """
-
-
-def nvcc_fits():
-    if not shutil.which("nvcc", path=f"{CUDA_HOME}/bin"):
-        return False
-    version = subprocess.run([f"{CUDA_HOME}/bin/nvcc", "--version"], check=True, capture_output=True, text=True).stdout
-    return f"release {stable.CUDA}." in version
 
 
 def ninja_file(folder, cuda, made):
@@ -73,13 +64,12 @@ def ninja_file(folder, cuda, made):
     text = NINJA.format(cflags=" ".join(cflags), nvccflags=" ".join(nvccflags), ldflags=" ".join(ldflags),
                         cxx=os.environ.get("CXX", "g++"), nvcc=f"{CUDA_HOME}/bin/nvcc")
     objects = [str(made[name]) for name in sorted(made)]
-    for source in sorted([*_build.CSRC.rglob("*.cpp"), *(_build.CSRC.rglob("*.cu") if cuda else [])]):
-        if source.name in OTHER_BINDING or source.name in made:
+    for source in sorted(_build.CSRC.rglob("*.c*")):
+        if source.name in OTHER_BINDING or source.name in made or source.suffix not in (".cpp", ".cu")[:1 + cuda]:
             continue
         objects.append(f"{source.stem}.o")
-        text += f"build {objects[-1]}: {'cxx' if source.suffix == '.cpp' else 'nvcc'} {source}\n"
-        if source.name == "stable.cpp":
-            text += f"  define = -DMINIMAL_ATTN_DIGEST={_build.source_digest(_build.CSRC)}\n"
+        digest = f" -DMINIMAL_ATTN_DIGEST={_build.source_digest(_build.CSRC)}" * (source.name == "stable.cpp")
+        text += f"build {objects[-1]}: compile {source}\n  compiler = ${source.suffix[1:]}{digest}\n"
     return text + f"build {_build.WHEEL.name}: link {' '.join(objects)} | exports\n"
 
 
@@ -96,24 +86,12 @@ def pack(library, out):
     """A wheel of the package and `library`, under the tag of this machine."""
     with tempfile.TemporaryDirectory() as folder:  # a copy of the sources, for setuptools leaves files beside them
         for name in PACKED:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-            else:
-                shutil.copy(ROOT / name, folder)
+            copy = partial(shutil.copytree, ignore=IGNORED) if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, Path(folder, name))
         backend = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
-        env = os.environ | {"MINIMAL_ATTN_STABLE": str(library)}
-        said = subprocess.run([sys.executable, "-c", backend], cwd=folder, env=env, check=True, stdout=subprocess.PIPE,
-                              text=True).stdout
+        said = subprocess.check_output([sys.executable, "-c", backend], cwd=folder, text=True,
+                                       env=os.environ | {"MINIMAL_ATTN_STABLE": str(library)})
     return Path(out, said.split()[-1])
-
-
-def tagged(wheel, out):
-    """The wheel under the tag that auditwheel finds by its symbols."""
-    with tempfile.TemporaryDirectory() as folder:
-        # torch brings its own libraries. Nothing is copied into the wheel, so that no patcher is needed.
-        subprocess.run([sys.executable, "-m", "auditwheel", "repair", "--patcher=none", "--exclude=libtorch*.so",
-                        f"--wheel-dir={folder}", wheel], check=True)
-        return Path(shutil.copy(*Path(folder).glob("*.whl"), out))
 
 
 def main():
@@ -121,13 +99,19 @@ def main():
     parser.add_argument("--cpu", action="store_true", help="leave out the kernels for GPUs")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the folder for the wheel")
     args = parser.parse_args()
-    if not args.cpu and not nvcc_fits():
+    nvcc = shutil.which("nvcc", path=f"{CUDA_HOME}/bin")
+    version = subprocess.check_output([nvcc, "--version"], text=True) if nvcc else ""
+    if not args.cpu and f"release {stable.CUDA}." not in version:
         sys.exit(f"the wheel needs nvcc of CUDA {stable.CUDA}, and there is none in {CUDA_HOME}/bin: install the "
                  "toolkit, or set CUDA_HOME")
     args.out.mkdir(parents=True, exist_ok=True)
     library = compile_library(ROOT / "build" / ("wheel_cpu" if args.cpu else "wheel"), cuda=not args.cpu)
     with tempfile.TemporaryDirectory() as folder:
-        wheel = tagged(pack(library, folder), args.out)
+        # auditwheel finds the tag by the symbols. Nothing is copied into the wheel, so that no patcher is needed: torch
+        # brings its own libraries.
+        subprocess.run([sys.executable, "-m", "auditwheel", "repair", "--patcher=none", "--exclude=libtorch*.so",
+                        f"--wheel-dir={folder}/tagged", pack(library, folder)], check=True)
+        wheel = Path(shutil.copy(*Path(folder, "tagged").glob("*.whl"), args.out))
     size = wheel.stat().st_size
     print(f"{wheel}: {size / 1e6:.1f} MB")
     if size > MAX_BYTES:
