@@ -103,8 +103,8 @@ class Options(NamedTuple):
 
     @property
     def tensors(self):
-        """The tensors among these options."""
-        return [x for x in self if isinstance(x, Tensor)]
+        """The tensors among these options. None for each that is not given."""
+        return *self[:Options._fields.index("softmax_scale")], self.dropout_seed, *self.descales
 
     @property
     def floats(self):

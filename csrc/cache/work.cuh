@@ -94,7 +94,8 @@ struct Splits {
         if (!may_split) return 0;
         return p.nheads_k * (max_items ? p.batch_size * max_items : 8 * resident / p.nheads_k + 3 * p.batch_size + 1);
     }
-    static constexpr int pitch(int head_dim) { return head_dim + 2 * kMaxBlocks; }  // floats of a row there
+    // Floats of a row there.
+    __host__ __device__ static constexpr int pitch(int head_dim) { return head_dim + 2 * kMaxBlocks; }
     int64_t workspace_bytes(const DecodeParams &p, int head_dim) const {
         return slots(p) * rows * int64_t(sizeof(float) * pitch(head_dim));
     }

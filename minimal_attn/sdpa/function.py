@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention import flash_attention
 from ..checks import (NO_WINDOW, autocast, broadcasts, check_attn_bias, check_number, check_tensor, holds,
-                      is_causal_bias, is_known, is_static, is_top_left, shapes_of)
+                      is_causal_bias, is_known, is_static, is_top_left)
 from ..options import Lengths
 
 
@@ -78,7 +78,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
 def _matched(query, key, value, enable_gqa):
     """(leading, heads_k, key, value): the leading dimensions of the result, of which the last is that of the heads, the
     number of key/value heads, and key and value, repeated if they alone have different numbers of heads."""
-    shapes = shapes_of(query=query, key=key, value=value)
+    shapes = f"query is {tuple(query.shape)}, key is {tuple(key.shape)}, value is {tuple(value.shape)}"
     if min(query.ndim, key.ndim, value.ndim) < 2:
         raise ValueError(f"query, key and value must have at least 2 dimensions: {shapes}")
     heads, heads_k, heads_v = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value))

@@ -199,6 +199,7 @@ def test_demo_on_a_cpu(capsys, monkeypatch):
     assert len(errors) == 2 and all(0 < float(max_err) < float(allowed) for max_err, allowed in errors)
 
 
+@pytest.mark.cpu  # a GPU adds implementations
 def test_demo_wrong_result(capsys, monkeypatch):
     wrong = IMPLS["torch:math"]._replace(forward=lambda q, k, v, call: q)
     monkeypatch.setitem(OPS["attention"].impls, "torch:math", wrong)
