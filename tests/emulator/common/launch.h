@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "common/device.h"
 #include "cuda_runtime.h"
 
 #define __global__
