@@ -140,7 +140,8 @@ __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler
     }
 #if MINIMAL_ATTN_HAS_CLUSTERS
     if (cluster > 1) {
-        mbarrier_wait(full, parity), parity ^= 1;
+        mbarrier_wait(full, parity);
+        parity ^= 1;
         for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
             const int r = i / kVecs;
             RowSum sum;

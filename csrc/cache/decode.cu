@@ -1,6 +1,5 @@
 // Attention of a few query tokens to long caches ("decode") on tensor cores, fp16 and bf16, from Ampere (sm_80) on.
 // On Hopper other kernels serve more rows (fewest_rows() in ops/cache_launches.h).
-//
 // Memory bounds the time, as every key is read once for few rows. A tile packs the tokens of a sample and the query
 // heads of a key head: packed row r is token r / group of query head h_k · group + r % group. Warps divide the keys
 // (cache/warps.cuh). The host plans nothing, so a CUDA graph may change the lengths (cache/work.cuh).
@@ -31,12 +30,11 @@ template <typename T, typename Shape> struct WarpKeys {
     // The keys of the next step.
     __device__ const WarpStage<Shape> &next() {
         wait();
-        __syncwarp();  // the keys are there, and the last step is over
+        __syncwarp();  // unobserved by the emulator: lanes also meet at ldmatrix
         load();        // in place of that step's
         return at(stage);
     }
-    // For the copies of the next step, and all before it.
-    __device__ void wait() const {
+    __device__ void wait() const {  // for the copies of the next step, and all before it
         if (num_stages == 2) cp_async_wait<0>();
         if (num_stages == 3) cp_async_wait<1>();
     }
@@ -167,15 +165,16 @@ template <typename Shape> struct Launch {
 
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
     const auto [num_stages, splits] = Launch<Shape>(p);
-    // Blocks that need a multiprocessor each would gather on those that the kernel before leaves free, if they began
-    // before its end. Launches of a mixed batch overlap all the same.
-    launch_clusters(!splits.are_alone || p.phase != Phase::kAlone, splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
-                    32 * splits.num_warps, WarpsMemory<Shape>::bytes(splits.num_warps, num_stages), p.stream, p, splits,
-                    Scores<>(p), ScoreFactors<float>(p), num_stages);
+    // Begun early, blocks that need a multiprocessor each would gather on the free ones. A mixed batch overlaps anyway.
+    launch_clusters(!splits.are_alone || p.phase != Phase::kAlone, splits.cluster, decode<T, Shape>,
+                    int64_t(splits.num_clusters) * splits.cluster, 32 * splits.num_warps,
+                    WarpsMemory<Shape>::bytes(splits.num_warps, num_stages), p.stream, p, splits, Scores<>(p),
+                    ScoreFactors<float>(p), num_stages);
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_warp_shape(p, [&]<typename Shape>() { return Launch<Shape>(p).splits.workspace_bytes(p, Shape::kHeadDim); });
+    return with_warp_shape(
+        p, [&]<typename Shape>() { return Launch<Shape>(p).splits.workspace_bytes(p, Shape::kHeadDim); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {

@@ -174,7 +174,8 @@ template <typename Act> auto with_decode_shape(const DecodeParams &p, Act act) {
 }
 
 int64_t decode_workspace(const DecodeParams &p) {
-    return with_decode_shape(p, [&]<typename Shape>() { return splits_of<Shape>(p).workspace_bytes(p, Shape::kHeadDim); });
+    return with_decode_shape(
+        p, [&]<typename Shape>() { return splits_of<Shape>(p).workspace_bytes(p, Shape::kHeadDim); });
 }
 
 int64_t num_decode_counters(const DecodeParams &p) {

@@ -1,6 +1,5 @@
-// A tile of 16 or 32 rows on m16n8k16, for decode.cu and decode_sm90.cu. The warps of a block divide the keys of a step
-// and do not wait for one another: each copies its own keys ahead in a ring of stages, and has its own maximum, sum and
-// output. They are added at the end (combine.cuh).
+// A tile of 16 or 32 rows on m16n8k16, for decode.cu. The warps of a block divide the keys of a step and do not wait for
+// one another: each has its own ring of keys, maximum, sum and output, which combine.cuh adds.
 #pragma once
 
 #include <algorithm>

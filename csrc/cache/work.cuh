@@ -1,14 +1,9 @@
 // The folder cache/ has attention to long caches, see decode.cu. Order in cache/: work.cuh, rows.cuh, combine.cuh,
 // warps.cuh, decode.cu. Beside it: decode_sm90.cu, boxes.cuh, prefill_sm90.cu.
-//
 // How the keys of a cache are divided among blocks of threads. A tile packs rows of one sample and key head. Its keys
-// are read in steps of kBlockN, which the blocks of a cluster take in turn: a static split, known without any length.
-// The blocks combine their partial results through distributed shared memory.
-//
-// Lengths are known to the GPU alone, and may differ. A sample that is much longer than the batch's mean is split once
-// more: its first work item stays where it is, and clusters that have ended take its later items from a counter. Their
-// partial results meet in a workspace in global memory.
-//
+// are read in steps, by the blocks of a cluster in turn, which add their results through distributed shared memory.
+// Lengths are known to the GPU alone. A sample that is much longer than the batch's mean is split once more: clusters
+// that have ended take its later work items from a counter, and partial results meet in a workspace in global memory.
 // With num_splits the splits of a sample follow from its own length, and its bits do not depend on the batch.
 #pragma once
 
@@ -67,7 +62,8 @@ struct Splits {
         // it may. With num_splits nothing depends on the batch. Large clusters are slow where there are many.
         const int max_blocks = compute_capability() < 90 ? 1 : p.num_splits ? std::min(2, p.num_splits) : kMaxBlocks;
         auto has_room = [&] {
-            return 2 * x.cluster * items <= p.num_sms || (blocks_per_sm > 1 && !may_double && x.cluster == 1 && items <= p.num_sms);
+            return 2 * x.cluster * items <= p.num_sms ||
+                   (blocks_per_sm > 1 && !may_double && x.cluster == 1 && items <= p.num_sms);
         };
         while (2 * x.cluster <= max_blocks && (p.num_splits || has_room())) x.cluster *= 2;
         const int64_t few_keys = 2 * Shape::block_keys(Shape::kNumWarps) * x.cluster;
@@ -137,8 +133,7 @@ struct Plan {
         }
         return {split ? first + (split - 1) * later : 0, min(num_steps, first + split * later)};
     }
-    // The first slot of a sample's key heads, with the steps of the samples before it. The next sample's is at least
-    // count() further, as first >= later.
+    // The first slot of a sample. The next sample's is at least count() further, as first >= later.
     __device__ int slot(const Splits &splits, int b, int steps_before) const {
         return splits.max_items ? b * splits.max_items : steps_before / later + b;
     }
@@ -283,7 +278,7 @@ template <typename Shape> struct Scheduler {
         int index = shared.next[turn];
 #if MINIMAL_ATTN_HAS_CLUSTERS
         if (splits.cluster > 1) {
-            cluster_sync();
+            cluster_sync();  // unobserved by the emulator: clusters that begin with a later item need a larger GPU
             index = load_from_block(shared.next[turn], 0);
         }
 #endif

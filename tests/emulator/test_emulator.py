@@ -88,8 +88,8 @@ SHOWN_TO = {
     "sm90/flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
     "sm90/tiles.cuh": SM90, "sm90/producer.cuh": SM90, "sm90/flash_sm90.cuh": SM90,
     "sm90/mods/bias.cuh": ["sm90_bias"], "cache/prefill_sm90.cu": ["prefill", "prefill_pages"],
-    "cache/decode.cu": ["one", "d64", "d128", "scale_30"], "cache/work.cuh": ["uneven", "uneven_heads"],
-    "cache/decode_sm90.cu": ["tall_64", "tall_splits"],
+    "cache/decode.cu": ["one", "d64", "d128", "scale_30"], "cache/work.cuh": ["uneven", "uneven_heads", "uneven_clusters"],
+    "cache/decode_sm90.cu": ["tall_64", "tall_splits", "tall_pages"],
     "cache/combine.cuh": ["d64", "d128", "mqa", "many_rows", "packed", "three_splits", "uneven", "long"],
 }
 
@@ -225,7 +225,7 @@ def test_more_work_than_decoding_can_count(csrc, tmp_path):
                     flash_decode(p);
                 } catch (const std::invalid_argument &error) { std::puts(error.what()); }""", csrc, tmp_path)
     assert [re.sub("minimal_attn: (.*?[0-9^]+).*", r"\1", line) for line in said.splitlines()] == [
-        "the call has over 2^30", "a key head has over 32768"] * 2
+        "the call has over 2^22", "a key head has over 32768"] * 2
 
 
 def test_faults_finds_every_synchronization():

@@ -119,6 +119,7 @@ const std::vector<Case> cases = {
     {"uneven_heads", f16, 4, 2, 3, 64, 64,  5000, 0, {4900, 30, 70, 4000}, -1, 0},
     {"uneven_packed", b16, 1, 1, 0, 128, 128, 9000, 0, {9000, 8000, 50}, -1, 0, {}, {0, 1, 11, 12}, {}, 0, 1, false, false,
      false, false, 0, 1},  // a sample has more rows than max_seqlen_q
+    {"uneven_clusters", b16, 1, 1, 1, 128, 128, 9000, 0, {9000, 100}},
     {"uneven_256", f16,  2, 1, 1, 256, 256,   16, 90, {1400, 30, 200}},
     prefill({"prefill", b16, 4, 2, 200, 128, 128, 330, 0, {330, 205, 64}, -1, 0}),
     prefill({"prefill_pages", f16, 2, 1, 70, 64, 64, 16, 20, {300, 77, 0, 320}, -1, 0}),
