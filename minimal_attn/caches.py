@@ -59,7 +59,7 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         causal, window_size: bottom-right aligned, as of flash_attention: the last row sees the last key.
         sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of flash_attention.
         num_splits: into how many parts at most the keys of a sample are split, 1 to 256, by its own lengths alone. Then
-            its bits do not depend on its batch. 0: as is fastest; "cuda" deals out the keys of the batch evenly.
+            its bits do not depend on its batch. 0: as is fastest; "cuda" then looks at the lengths of the whole batch.
         k, v, cu_seqlens_k_new, rotary_seqlens: as append_to_kvcache. seqused_k must then be given; it counts the keys
             before the append, and seqlen_k counts old and new ones. Under torch.autocast, k and v are cast as q is.
         rotary_cos, rotary_sin, rotary_interleaved: as append_to_kvcache, for k and for q: row t of a sample's q as at

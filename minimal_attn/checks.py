@@ -386,7 +386,7 @@ def autocast(q, *others):
 
 
 def shapes_of(names=OWN, **tensors):
-    """What an error says of the shapes of tensors."""
+    """The shapes of tensors as an error shows them."""
     return ", ".join(f"{names.get(name, name)} is {tuple(x.shape)}" for name, x in tensors.items())
 
 

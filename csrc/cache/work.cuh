@@ -40,7 +40,7 @@ struct Splits {
     int block_keys, step_keys;   // of a step of a block, and of a cluster
     int num_clusters, resident;  // of the launch; at most so many run at the same time
     int max_items;               // work items of a sample with num_splits; 0: as its batch needs
-    int min_steps;             // of a work item
+    int min_steps;               // of a work item
     bool are_alone;              // blocks, on their multiprocessors: nothing hides where an item begins and ends
     bool may_split;              // a sample may have several work items
 

@@ -185,7 +185,7 @@ class Case:
         sizes = (b, h, seqlen_q, d), (b, h_k, seqlen_k, d), (b, h_k, seqlen_k, d)
         return [normal(size, self.device, self.dtype) for size in sizes]
 
-    # What the call has, by the kind of the shape.
+    # Options of the call, by the kind of the shape.
 
     def make_call(self):
         shift, causal = self.shape.seqlen_k - self.shape.seqlen_q, self.causal
@@ -312,7 +312,7 @@ class Case:
     def one_head(self, x):
         return x[:, -(x.shape[1] // self.shape.nheads_k):]
 
-    # What is measured.
+    # Functions that are timed.
 
     def function(self, name):
         """The function of args that runs an implementation."""

@@ -30,7 +30,7 @@ except ImportError:
 
 HALVES = ("float16", "bfloat16")
 SCORES = ("none", "softcap", "alibi", "bias", "mask")
-# What a call has beside a causal mask.
+# Kinds of calls: the option that each has beside a causal mask.
 KINDS = ("dense", "packed", "window", "sinks", *SCORES[1:], "deterministic", "dropout", "pages")
 
 

@@ -16,7 +16,7 @@ from ..checks import (NO_WINDOW, autocast, check_max_seqlens, check_number, chec
 from ..options import Append, Cache, Options
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
-# What errors call arguments and functions, as in checks.py. _names are those of a function that calls another one.
+# Names of arguments and functions in errors, as in checks.py. _names are those of a function that calls another one.
 NAMES = {name: {"function": name, "sm_scale": "softmax_scale"} for name in (
     "flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")}

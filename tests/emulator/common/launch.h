@@ -87,12 +87,6 @@ struct alignas(16) uint4 {
     }
 };
 
-// Pairs of 16-bit numbers without a sign: the larger of a + b and c.
-inline unsigned __viaddmax_u16x2(unsigned a, unsigned b, unsigned c) {
-    auto larger = [=](int shift) { return max(uint16_t((a >> shift) + (b >> shift)), uint16_t(c >> shift)); };
-    return unsigned(larger(16)) << 16 | larger(0);
-}
-
 // __shfl_sync of a whole warp: mask must be all ones.
 template <typename T> T __shfl_sync(unsigned mask, T x, int lane) {
     struct Trade { T x, result; int from; };
@@ -131,10 +125,7 @@ inline unsigned __ballot_sync(unsigned mask, bool x) {
     return mine.all;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline void __threadfence() {}
 inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
-inline float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; }
-inline int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }
 inline void __trap() { emulator::fail("__trap"); }
