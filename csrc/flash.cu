@@ -104,7 +104,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     reduce_rows<kTy>(l, tiles.partial, ty, tx, [](Sum x, Sum y) { return x + y; });
     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
     T *gO = rows_of<T>(p.o, tile.b, tile.h, seq.q_begin);
-    Sum *lse = static_cast<Sum *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h);
+    const int64_t lse_begin = lse_index(p, seq.q_begin, tile.b, tile.h);
+    Sum *lse = static_cast<Sum *>(p.lse) + lse_begin;
     const Sum *sink = sink_of<Sum>(p, tile.h);
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
@@ -116,6 +117,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
         const Sum lse_row = sink && row < seq.seqlen_q ? log_add_exp(lse_keys, *sink) : lse_keys;
         const Sum scale_o = keep_scale / l[i] * (sink ? exp(lse_keys - lse_row) : Sum(1));
         if (tx == 0) lse[row] = lse_row;
+        if (tx == 0 && p.max_logits)
+            static_cast<Sum *>(p.max_logits)[lse_begin + row] = is_empty ? -INFINITY : m[i] * scores.unit();
         for (int d = 0; d < kDims; d++) {
             const int x = place<kTx, kDims>(tx, d);
             if (x < p.head_dim_v) gO[row * p.o.row_stride + x] = from_float<T>(is_empty ? Sum(0) : O[i][d] * scale_o);

@@ -25,6 +25,7 @@ struct AttnParams {
     Tensor o;   // [batch_size, nheads, seqlen_q, head_dim_v]
     void *lse;  // [batch_size, nheads, seqlen_q] contiguous, fp32 or fp64: natural log of a row's sum of exponentials
     int64_t lse_batch_stride;
+    void *max_logits;  // as lse: the largest score of a row, before its sink, or -inf without keys; or nullptr
 
     // A packed batch: the samples lie one after the other, and begin where cu_seqlens says, [batch_size + 1]. The
     // tensors have one sample of seqlen_q rows and seqlen_k keys, batch strides of 0, and lse is [nheads, seqlen_q].
@@ -44,8 +45,11 @@ struct AttnParams {
         window_left = left < 0 || left >= seqlen_k - 1 ? seqlen_k : int(left);
         window_right = right < 0 || (right > 0 && right >= seqlen_q - 1) ? seqlen_q : int(right);
     }
-    bool has_left_bound() const { return window_left < seqlen_k; }
-    bool has_right_bound() const { return window_right < seqlen_q - 1; }  // a causal mask hides nothing from one row
+    // Positions i + d and keys are in chunks of this size, and a row sees only keys of its own chunk; 0: no chunks.
+    int attention_chunk;
+    bool has_mask() const {  // a causal mask hides nothing from one row
+        return window_left < seqlen_k || window_right < seqlen_q - 1 || attention_chunk > 0;
+    }
     DType dtype;  // of q, k, v and o
 
     // Changes of the scores beyond the scale, see mods/score_mods.cuh.

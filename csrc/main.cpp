@@ -14,9 +14,8 @@ void define_sdpa_override(py::module_ &m);  // sdpa_override.cpp
 
 namespace {
 
-TwoTensors tensors_only(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options) {
-    const auto [out, lse, _] = flash_forward(q, k, v, options);
-    return {out, lse};
+auto tensors_only(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options) {
+    return tensors_of(flash_forward(q, k, v, options));
 }
 
 // None for tensors without memory of their own, as vmap has them.

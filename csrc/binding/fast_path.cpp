@@ -76,15 +76,16 @@ py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::
     const bool needs_grad =
         at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
     if (needs_grad && is_packed && options.seqused_k) return py::none();  // packed.py gives samples keys of their own
-    auto [out, lse, slow_because] = [&]() -> Output {
+    auto [out, lse, max_logits, slow_because] = [&]() -> Output {
         const py::gil_scoped_release released;  // a launch may wait
         if (needs_grad) {
             auto heads_first = [&](const at::Tensor &x) {
                 return has_no_batch ? x.transpose(0, 1).unsqueeze(0) : seq_major ? x.transpose(1, 2) : x;
             };
-            auto [out, lse, reason] = differentiable_forward(heads_first(q), heads_first(k), heads_first(v), options);
-            if (has_no_batch) return {out.squeeze(0).transpose(0, 1), lse.squeeze(0), reason};
-            return {seq_major ? out.transpose(1, 2) : out, lse, reason};
+            auto [out, lse, none, reason] =
+                differentiable_forward(heads_first(q), heads_first(k), heads_first(v), options);
+            if (has_no_batch) return {out.squeeze(0).transpose(0, 1), lse.squeeze(0), none, reason};
+            return {seq_major ? out.transpose(1, 2) : out, lse, none, reason};
         }
         return run_forward(p, q, v, dim);
     }();

@@ -31,7 +31,7 @@ std::optional<std::pair<Tensor, Tensor>> attend(const Tensor &q, const Tensor &k
     } catch (const std::invalid_argument &) {  // by a forced kernel
         return {};
     }
-    auto [out, lse, _] = run_forward(p, q, v, kBHSD);
+    auto [out, lse, max_logits, _] = run_forward(p, q, v, kBHSD);
     return std::pair(std::move(out), std::move(lse));
 }
 

@@ -9,10 +9,10 @@ namespace {
 
 thread_local Reason slow_because;
 
-TwoTensors tensors_only(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v, const Options &options) {
-    auto [out, lse, reason] = flash_forward(q, k, v, options);
-    slow_because = std::move(reason);
-    return {out, lse};
+auto tensors_only(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v, const Options &options) {
+    const Output output = flash_forward(q, k, v, options);
+    slow_because = std::get<Reason>(output);
+    return tensors_of(output);
 }
 
 template <typename Library> void implement(Library &m) {

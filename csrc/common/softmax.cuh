@@ -30,6 +30,19 @@ __device__ inline float add_sink(float &row_max, float &row_sum, float sink_log2
     return factor;
 }
 
+// Writes the largest scores of rows. row_max: of this lane's columns, in units of log2; row: its first.
+template <int kRows>
+__device__ void store_max_logits(const AttnParams &p, const float (&row_max)[kRows], const Sequence &seq, int b, int h,
+                                 int row) {
+    float *gMax = static_cast<float *>(p.max_logits) + lse_index(p, seq.q_begin, b, h);
+#pragma unroll
+    for (int i = 0; i < kRows; i++) {
+        const float x = quad_reduce(row_max[i], fmaxf) * 0.6931471805599453f;
+        if (row + 8 * i < seq.padded_q && threadIdx.x % 4 == 0)
+            gMax[row + 8 * i] = row + 8 * i < seq.seqlen_q ? x : -INFINITY;
+    }
+}
+
 template <int kMTiles> struct Softmax {
     static constexpr int kRows = 2 * kMTiles;
     static constexpr float kRescaleThreshold = 8.f;  // in units of log2

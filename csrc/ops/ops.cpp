@@ -43,7 +43,7 @@ void launch_backward(AttnBackwardParams &p, const TorchTensor &k, const TorchTen
 Output flash_forward(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v, const Options &options) {
     AttnParams p{};
     check_and_set(p, q, k, v, options);
-    return run_forward(p, q, v, kBHSD);
+    return run_forward(p, q, v, kBHSD, options.return_max_logits);
 }
 
 // Unneeded gradients are empty. dout is like out, dlse like lse or none, with any strides.

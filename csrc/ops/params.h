@@ -23,11 +23,13 @@ using OptionalTensor = std::optional<TorchTensor>;
 
 // The arguments of flash_forward after q, k and v: X(type, name), or X(type, name, =default).
 #define SCORE_TENSORS(X) X(OptionalTensor, sinks) X(OptionalTensor, alibi_slopes)
-#define SCORE_NUMBERS(X) X(double, softmax_scale) X(double, softcap) X(int64_t, window_left) X(int64_t, window_right)
+#define SCORE_NUMBERS(X) X(double, softmax_scale) X(double, softcap) X(int64_t, window_left) X(int64_t, window_right) \
+    X(int64_t, attention_chunk)
 #define OPTIONS(X)                                                                                                    \
     X(OptionalTensor, cu_seqlens_q) X(OptionalTensor, cu_seqlens_k) X(OptionalTensor, seqused_q)                      \
     X(OptionalTensor, seqused_k) SCORE_TENSORS(X) X(OptionalTensor, attn_bias) SCORE_NUMBERS(X)                       \
-    X(double, dropout_p, =0.0) X(OptionalTensor, dropout_seed, =None) X(bool, deterministic, =False)
+    X(double, dropout_p, =0.0) X(OptionalTensor, dropout_seed, =None) X(bool, return_max_logits, =False)    \
+    X(bool, deterministic, =False)
 
 #define AS_MEMBER(type, name, ...) type name{};
 #define AS_PARAMETER(type, name, ...) , type name
@@ -199,6 +201,8 @@ inline Reason set_options(AttnParams &p, const TorchTensor &q, const Options &op
     checks.require(std::min(options.window_left, options.window_right) >= -1,
                    "window_left and window_right must be at least 0, or -1 for no bound");
     p.set_window(options.window_left, options.window_right);
+    checks.require(options.attention_chunk >= 0, "attention_chunk must be at least 0, which is no chunk");
+    p.attention_chunk = int(std::min(options.attention_chunk, kMaxLength));
 
     if (const OptionalTensor &bias = options.attn_bias) {
         const ScalarType dtype = bias->scalar_type();

@@ -33,8 +33,8 @@ template <typename Shape> struct SharedMemory {
     Mask mask;  // the loop has no register for it
 };
 
-// kMods: changed scores, perhaps with dropout.
-template <typename T, typename Shape, bool kDropout, bool kMods>
+// kMods: changed scores, perhaps with dropout. kMax: also the largest score of each row.
+template <typename T, typename Shape, bool kDropout, bool kMods, bool kMax = false>
 __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
 #if __CUDA_ARCH__ < 800  // a build for several GPUs
@@ -79,6 +79,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     const uint32_t k_address = shared_address(sK) + Swizzle::across(lane_idx);
     const uint32_t v_address = shared_address(sV) + Swizzle::down(lane_idx);
     float acc_o[kMTiles][kDTiles][4] = {};
+    float max_score[2 * kMTiles];
+    for (float &x : max_score) x = -INFINITY;
     Softmax<kMTiles> softmax(kMods ? mods.softmax_scale_log2 : scores.softmax_scale_log2);
     if (blocks.begin < blocks.end) {
         load_tile<kBlockM, kHeadDim, kNThreads>(shared_address(sQ) + copy_offset, gQ, p.q.row_stride,
@@ -104,6 +106,9 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
             else scores.apply(acc_s);
             mask.apply(acc_s, blocks, n_block, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
         }
+        if constexpr (kMax)
+            for (int i = 0; i < 2 * kMTiles; i++)
+                for (auto &s : acc_s[i / 2]) max_score[i] = fmaxf(max_score[i], fmaxf(s[i % 2 * 2], s[i % 2 * 2 + 1]));
         float alpha[2 * kMTiles];
         if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
 #pragma unroll
@@ -121,6 +126,10 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
         if (n_block + 1 < blocks.end) load_v(n_block + 1);
     }
 
+    if constexpr (kMax) {
+        for (float &x : max_score) x *= softmax.softmax_scale_log2;
+        store_max_logits(p, max_score, seq, tile.b, tile.h, warp_row);
+    }
     float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h);
     softmax.finalize(acc_o, gLse, seq, warp_row, sink_of<float>(p, tile.h),
                      kDropout && p.dropout_seed ? float(p.keep_scale) : 1.f);
@@ -132,6 +141,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
 template <typename T, typename Shape, bool kMods = false> void launch_fwd(const AttnParams &p) {
     static_assert(sizeof(SharedMemory<Shape>) <= 99 << 10);  // the most on sm_86, sm_89 and sm_120
     auto *kernel = p.dropout_seed ? flash_fwd<T, Shape, true, kMods> : flash_fwd<T, Shape, kMods, kMods>;
+    if constexpr (kMods)
+        if (p.max_logits) kernel = flash_fwd<T, Shape, true, true, true>;
     launch(kernel, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, p);
 }
 
@@ -148,7 +159,7 @@ template <typename T, bool kMods> void dispatch(const AttnParams &p) {
 }
 
 template <typename T> void dispatch(const AttnParams &p) {
-    p.has_score_mods() ? dispatch<T, true>(p) : dispatch<T, false>(p);
+    p.has_score_mods() || p.max_logits ? dispatch<T, true>(p) : dispatch<T, false>(p);
 }
 
 void flash_forward(const AttnParams &p) {

@@ -123,6 +123,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx;
         const int lane_idx = thread_idx() % 32;
         float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h);
+        this->end_tile(work, row0 + lane_idx / 4);
         softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4, sink_of<float>(p, tile.h), this->out_scale());
         auto &sO = shared.sQ[q_index()];
         barrier_sync(kOneConsumer + consumer, 128);
@@ -203,17 +204,19 @@ template <typename Shape> void launch_fwd(typename Shape::Input p) {
 
 void flash_forward_mods(const AttnParams &p);     // sm90/mods/: changed scores
 void flash_forward_dropout(const AttnParams &p);  // sm90/mods/: dropout alone
+void flash_forward_max_logits(const AttnParams &p);  // sm90/mods/: plain scores and their maxima
 
 // run<Shape>() for a head_dim; TMA pads with zeros. Three consumers hide one another's softmax better than two and load
 // K and V less often, if a thread's S, P and O fit its 160 registers.
-template <typename Kind, typename Run> auto with_shape(int head_dim, Run run) {
+template <typename Kind, typename Shape128 = Shape<128, 3, 64, 4, 2, Kind>, typename Run>
+auto with_shape(int head_dim, Run run) {
     // kHeadDim, kConsumers, kBlockN, kStages, kQStages
     if (head_dim <= 64)  // the most keys that fit; four consumers spill
         return run.template operator()<Shape<64, 3, 128, 4, 2, Kind>>();
     if (head_dim <= 96)  // 128 keys spill; 80 have 0.95 of the speed, two consumers 0.86
         return run.template operator()<Shape<96, 3, 96, 4, 2, Kind>>();
     if (head_dim <= 128)  // four stages hide the latency of memory; see also flash_forward()
-        return run.template operator()<Shape<128, 3, 64, 4, 2, Kind>>();
+        return run.template operator()<Shape128>();
     if (head_dim <= 192)  // O does not leave registers for three consumers
         return run.template operator()<Shape<192, 2, 80, 2, 2, Kind>>();
     return run.template operator()<Shape<256, 2, 64, 2, 1, Kind>>();  // no memory for a second Q

@@ -30,7 +30,7 @@ template <typename Shape> struct Walk {
 };
 
 // A consumer's registers, and functions that sm90/mods/ replaces.
-template <typename T, typename Shape> struct PlainScores {
+template <typename T, typename Shape, typename Softmax> struct PlainScores {
     using WorkItem = Shape::WorkItem;
     using Walk = sm90::Walk<Shape>;
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages;
@@ -47,14 +47,15 @@ template <typename T, typename Shape> struct PlainScores {
     bool was_full = false;  // the block before
     float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4];
     uint32_t P[kBlockN / 16][4];
-    Softmax<1> softmax{1.f};
+    Softmax softmax{1.f};
 
     __device__ int q_index() const { return shared.q_index(q_item, consumer); }
 
     __device__ void begin_tile(const WorkItem &) {
-        softmax = Softmax<1>(scores.softmax_scale_log2);
+        softmax = Softmax(scores.softmax_scale_log2);
         was_full = false;
     }
+    __device__ void end_tile(const WorkItem &, int) {}  // before the sink counts; a lane's first row
     // Whether blocks without a mask need no change of their scores.
     __device__ bool has_full_blocks() const { return scores.is_raw; }
     __device__ float out_scale() const { return 1.f; }

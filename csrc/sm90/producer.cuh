@@ -3,6 +3,7 @@
 
 #include "common/mask.cuh"
 #include "common/scheduler.cuh"
+#include "common/softmax.cuh"
 #include "sm90/tiles.cuh"
 
 namespace sm90 {
@@ -10,7 +11,7 @@ namespace sm90 {
 template <int kBlockN> struct KeyBlocks;
 template <typename Shape> struct WorkItem;
 template <typename Shape> struct SharedMemory;
-template <typename T, typename Shape> struct PlainScores;  // plain_scores.cuh
+template <typename T, typename Shape, typename Softmax = Softmax<1>> struct PlainScores;  // plain_scores.cuh
 
 // Parts that other kernels replace: sm90/mods/, cache/prefill_sm90.cu.
 struct Plain {
@@ -153,7 +154,7 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, typ
         if (tile.block * kBlockM >= seq.padded_q) continue;  // its sample is shorter
         if constexpr (Shape::kCached)
             if (!seq.is_served(p)) continue;
-        const Mask mask = work.mask = Mask(seq, p);
+        const Mask &mask = work.mask = Mask(seq, p);
         const BlockRange all = mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
         work.n_block_min = all.begin, work.n_block_max = all.end;
         work.first_key = mask.keys(tile.block * kBlockM).begin;

@@ -38,7 +38,8 @@ template <typename Shape> struct ChangedWorkItem : WorkItem<Shape> {
     __device__ void extend(const ChangedParams &p) {
         const Mask &mask = Base::mask;
         const int last_row = tile.block * Shape::kBlockM + Shape::kBlockM - 1;
-        const bool sees_all = last_row < mask.seqlen_q && mask.left <= -mask.seqlen_q && mask.right >= mask.seqlen_k;
+        const bool sees_all = last_row < mask.seqlen_q && mask.left <= -mask.seqlen_q &&
+                              mask.right >= mask.seqlen_k && !mask.chunk;
         first = n_block_max - 1;
         if (p.alibi_slopes && sees_all && n_block_max > 0)
             first = max(0, min(last_row + mask.seqlen_k - mask.seqlen_q, mask.seqlen_k - 1)) / Shape::kBlockN;
