@@ -14,15 +14,9 @@ from .functions import (Result, flash_attn_func, flash_attn_kvpacked_func, flash
 from .kvcache import flash_attn_combine, get_scheduler_metadata
 
 __all__ = [
-    "flash_attn_combine",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "get_scheduler_metadata",
+    "flash_attn_combine", "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache", "get_scheduler_metadata",
 ]
 PRIVATE = ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward",
            "_wrapped_flash_attn_forward", "_wrapped_flash_attn_backward")
