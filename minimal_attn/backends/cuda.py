@@ -139,21 +139,16 @@ def kernel_of(q, k, v, options):
 class force_kernel:
     """Serve calls with backend="cuda" on a GPU by one kernel of csrc, for tests and benchmarks.
 
-    The kernel is forced from this call on, or inside a with statement: with force_kernel("sm80"): ... It is forced for
-    the whole process, so use one thread at a time. Forward and backward passes obey what is forced when they run.
-    The gradients of "sm90" are those of flash_bwd_sm90.cu and flash_bwd_wide_sm90.cu where these serve the call, else
-    those of "sm80"; the gradients of "dmma" are those of "simt". A call that the kernel cannot serve raises ValueError.
-    Attention to caches never raises for it: with "sm90", or if none is forced, it has Hopper's kernels for samples with
-    many rows, else decode.cu alone. With backend="auto", float8 still takes "triton", and CPU tensors always use the
-    host build. With torch.compile, put the with statement around the compiled function. The environment variable
-    MINIMAL_ATTN_KERNEL forces a kernel from the time when csrc is loaded.
-
-    Args:
-        kernel: "simt", "sm80", "sm90" or "dmma"; None: the kernel is chosen for each call again.
+    It is "simt", "sm80", "sm90" or "dmma", from this call on, or inside a with statement: with force_kernel("sm80"):
+    ... With None, it is chosen for each call again. It is forced for the whole process, so use one thread at a time.
+    Forward and backward passes obey what is forced when they run; which_kernel says whose gradients a kernel has. A
+    call that it cannot serve raises ValueError. Attention to caches never does: with "sm90", or if none is forced, it
+    has Hopper's kernels for samples with many rows, else decode.cu alone. With backend="auto", float8 still takes
+    "triton", and CPU tensors always use the host build. With torch.compile, put the with statement around the compiled
+    function. The environment variable MINIMAL_ATTN_KERNEL forces a kernel from the time when csrc is loaded.
 
     Raises:
-        ValueError: there is no such kernel.
-        RuntimeError: the extension cannot be built or loaded.
+        ValueError: there is no such kernel. RuntimeError: the extension cannot be built or loaded.
     """
 
     def __init__(self, kernel: str | None):
