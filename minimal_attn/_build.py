@@ -124,15 +124,18 @@ def cannot_build_cuda():
 def recipe():
     """Sources and flags, as torch.utils.cpp_extension.load names them. Without nvcc it is the host build alone."""
     cuda = cannot_build_cuda() is None
+    has_fma = platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
     sources = sorted(source for source in CSRC.rglob("*.cpp") if source.name != "stable.cpp")  # the wheel's binding
     sources += sorted(CSRC.rglob("*.cu")) if cuda else []
     return {
         "sources": [str(source) for source in sources],
         "extra_include_paths": [str(CSRC)],  # files of csrc are included by their path in it
         # C++20 for std::barrier. MINIMAL_ATTN_TORCH is read by nobody: ninja rebuilds when a flag changes, but does not
-        # watch torch's headers, so that an upgrade of torch in place would go unnoticed.
-        "extra_cflags": ["-O2", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", *fused_multiply_add(),
-                         f"-DMINIMAL_ATTN_TORCH={torch.__version__}", f"-DMINIMAL_ATTN_CUDA={int(cuda)}"],
+        # watch torch's headers, so that an upgrade of torch in place would go unnoticed. By the flags for FMA the host
+        # build of flash.cu rounds a multiply-add once, as a GPU does.
+        "extra_cflags": ["-O2", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-ffp-contract=fast",
+                         *(["-march=x86-64-v3"] if has_fma else []), f"-DMINIMAL_ATTN_TORCH={torch.__version__}",
+                         f"-DMINIMAL_ATTN_CUDA={int(cuda)}"],
         # No --use_fast_math: fp32 means fp32, and a kernel that wants a fast intrinsic calls it by name.
         # Compressed, the code for the GPU takes half the space. -split-compile=0 optimizes the kernels of a file on all
         # cores at once.
@@ -140,12 +143,6 @@ def recipe():
                               "-Xfatbin=-compress-all"],
         "extra_ldflags": ["-pthread", "-s"],  # -s: without the table of symbols, which only a debugger reads
     }
-
-
-def fused_multiply_add():
-    """Flags that let the host build of flash.cu round a multiply-add once, as a GPU does."""
-    x86_with_fma = platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
-    return ["-ffp-contract=fast", *(["-march=x86-64-v3"] if x86_with_fma else [])]
 
 
 def cuda_archs():
@@ -254,8 +251,6 @@ def _compiled(verbose):
     if reason := cannot_build():
         raise RuntimeError(f"cannot compile minimal_attn's csrc: {reason}. backend=\"triton\" and backend=\"torch\" "
                            "need no compiler.")
-    from unittest.mock import patch
-
     from torch.utils import cpp_extension
 
     env = environment()
@@ -271,7 +266,7 @@ def _compiled(verbose):
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with (_turn(directory), _verified(directory), patch.dict(os.environ, env),
+        with (_turn(directory), _verified(directory), _environ(env),
               contextlib.nullcontext() if verbose else _saying(progress)):
             module = cpp_extension.load(NAME, build_directory=str(directory), verbose=verbose, **files)
     except OSError as error:
@@ -347,3 +342,15 @@ def _saying(text):
     finally:
         ended.set()
         speaker.join()
+
+
+@contextlib.contextmanager
+def _environ(values):
+    """Not unittest's patch.dict, which at its end leaves other threads without environment for a moment."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -194,8 +194,13 @@ def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seql
     options = checked_options(given, q, k, causal, window_size, seq_lens, names)
     if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not
-    if not chosen.has_forward_mode:
-        check_derivatives(name, q, k, v, options)
+    if not chosen.has_forward_mode:  # it has kernels
+        is_fp8 = q.dtype in FP8_DTYPES
+        if is_transformed() and not is_fp8 and any(map(wants_gradient, (q, k, v, *options.differentiable))):
+            raise NotImplementedError(f"backend={name!r} does not support gradients under the transforms of "
+                                      "torch.func: use backend='torch' or backend='reference'")
+        check_no_derivative(f"backend={name!r}", "backend='reference'" if is_fp8 else "backend='torch'",
+                            "backend='reference'", has_backward=not is_fp8, q=q, k=k, v=v, **options.floats)
     if is_3d := q.ndim == 3:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     if is_known(q.numel() == 0) or is_known(k.numel() == 0):
@@ -212,16 +217,6 @@ def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seql
     if is_3d:
         out, lse = out.squeeze(1), lse.squeeze(1) if options.return_lse else None
     return (out, lse) if options.return_lse else out
-
-
-def check_derivatives(name, q, k, v, options):
-    """NotImplementedError if a caller wants a derivative that the backend of this name, which has kernels, lacks."""
-    is_fp8 = q.dtype in FP8_DTYPES
-    if is_transformed() and not is_fp8 and any(map(wants_gradient, (q, k, v, *options.differentiable))):
-        raise NotImplementedError(f"backend={name!r} does not support gradients under the transforms of torch.func: "
-                                  "use backend='torch' or backend='reference'")
-    check_no_derivative(f"backend={name!r}", "backend='reference'" if is_fp8 else "backend='torch'",
-                        "backend='reference'", has_backward=not is_fp8, q=q, k=k, v=v, **options.floats)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

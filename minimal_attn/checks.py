@@ -495,7 +495,8 @@ def check_seq_lens(seq_lens, q, k):
     seqlen = q.shape[-2]
     if not holds(seqlen == k.shape[-2]):
         raise ValueError(f"seq_lens needs equal lengths of q and k, got seqlen_q {seqlen} and seqlen_k {k.shape[-2]}")
-    if not isinstance(seq_lens, torch.Tensor):
+    is_tensor = isinstance(seq_lens, torch.Tensor)
+    if not is_tensor:
         try:
             lengths = [operator.index(n) for n in seq_lens]
         except TypeError:
@@ -503,16 +504,12 @@ def check_seq_lens(seq_lens, q, k):
                             f"{shown(seq_lens)}") from None
         _check_range(lengths, seqlen)
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
-        can_be_read = False  # once more
-    else:
-        check_tensor("seq_lens", seq_lens)
-        can_be_read = can_read(seq_lens)
     device = seq_lens.device if seq_lens.device.type == "cpu" else q.device
     check_tensor_of("seq_lens", seq_lens, device, {"B": 1 if q.ndim == 3 else q.shape[0]})
     if q.is_cuda and is_eager(q) and torch.cuda.is_current_stream_capturing():
         if not seq_lens.is_cuda:
             raise ValueError("seq_lens on the CPU cannot be copied while a CUDA graph is captured: pass a GPU tensor")
-    elif can_be_read and seq_lens.numel():
+    elif is_tensor and can_read(seq_lens) and seq_lens.numel():
         _check_range(torch.stack(seq_lens.aminmax()).tolist(), seqlen)
     # Outside 0..2^31 only where the values could not be read: keep the wrap to 32 bits from making such a value valid.
     seq_lens = seq_lens.clamp(0, seqlen).to(device=q.device, dtype=torch.int32)
@@ -597,12 +594,13 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     scale = given.softmax_scale
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(check_number("sm_scale", scale, names))
     lengths = check_lengths(given.lengths, seq_lens, q, k, names) if is_whole else given.lengths
+    given = given if seq_lens is None else given.with_lengths(lengths)
     left, right = check_window_size(window_size)
     right = 0 if causal else right
     if is_whole and not lengths.are_given:  # kernels may be faster without a bound, and these hide nothing
         left = -1 if left >= 0 and is_known(left >= k.shape[-2] - 1) else left
         right = -1 if right > 0 and is_known(right >= q.shape[-2] - 1) else right
-    window, bias = with_causal_bias((left, right), given.attn_bias, q, k, lengths)
+    (left, right), bias = with_causal_bias((left, right), given.attn_bias, q, k, lengths)
     dropout_p = 0.0 if is_zero(given.dropout_p) else float(check_number("dropout_p", given.dropout_p))
     softcap = 0.0 if is_zero(given.softcap) else float(check_number("softcap", given.softcap))
     if 0 < softcap < 1e-30:  # no global name: torch.compile(dynamic=True) would make a symbol of it
@@ -612,7 +610,8 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
         """The tensor of this name in given, which fits its row in TENSORS, contiguous; or None."""
         if (x := getattr(given, name)) is None:
             return None
-        sizes = {"B": lengths.num_samples(q), "H": _nheads(q), "Hk": _nheads(k)}
+        heads, heads_k = (q.shape[1], k.shape[1]) if q.ndim == 4 else (1, 1)
+        sizes = {"B": lengths.num_samples(q), "H": heads, "Hk": heads_k}
         check_tensor_of(name, x, q.device, sizes, names, dtypes=dtypes)
         return x.contiguous()
 
@@ -620,17 +619,14 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     slopes = tensor("alibi_slopes")
     if wants_gradient(slopes):
         raise ValueError("alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach()")
-    if any(x is not None for x in given.descales) and q.dtype not in FP8_DTYPES:
+    if not (given.q_descale is given.k_descale is given.v_descale is None) and q.dtype not in FP8_DTYPES:
         raise ValueError(f"q_descale, k_descale and v_descale are for float8 inputs, and q is {q.dtype}")
-    return Options(
-        *lengths, sinks if sinks is None else sinks.to(sum_dtype(q.dtype)), slopes,
-        check_attn_bias(bias, q, k, lengths), scale, softcap, *window, dropout_p,
-        check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None, given.deterministic,
-        given.autotune, tensor("q_descale"), tensor("k_descale"), tensor("v_descale"), given.return_lse)
-
-
-def _nheads(x):
-    return x.shape[1] if x.ndim == 4 else 1
+    return given._replace(
+        sinks=sinks if sinks is None else sinks.to(sum_dtype(q.dtype)), alibi_slopes=slopes,
+        attn_bias=check_attn_bias(bias, q, k, lengths), softmax_scale=scale, softcap=softcap, window_left=left,
+        window_right=right, dropout_p=dropout_p, q_descale=tensor("q_descale"), k_descale=tensor("k_descale"),
+        v_descale=tensor("v_descale"),
+        dropout_seed=check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None)
 
 
 def is_zero(x):

@@ -34,11 +34,7 @@ def _is_interpreted():
 
 
 def matmul() -> Callable:
-    """triton_ref's product.
-
-    Raises:
-        ModuleNotFoundError: no Triton.
-    """
+    """triton_ref's product; ModuleNotFoundError without Triton."""
     if error := why_not_imported():
         raise ModuleNotFoundError(f"triton is required for triton_matmul (pip install triton): {error}")
     return _twin.triton_matmul
@@ -72,4 +68,4 @@ def _why_not(device=None):
     return None
 
 
-BACKEND = Backend(_forward, TWIN_DTYPES, False, _why_not, _forward_cached, _append, _backward)
+BACKEND = Backend(_forward, TWIN_DTYPES, False, _forward_cached, _append, _backward, _why_not)

@@ -31,11 +31,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
                             rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
                             return_softmax_lse: bool = False) -> Result:
     """minimal_attn.flash_attn_with_kvcache with the arguments of flash-attn 2, in their order, which is another than
-    that of flash-attn 3.
-
-    Raises:
-        As minimal_attn.flash_attn_with_kvcache.
-    """
+    that of flash-attn 3."""
     return kvcache.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,

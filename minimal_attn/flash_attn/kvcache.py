@@ -124,19 +124,6 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | N
     TypeError for what is no dense tensor, or a wrong dtype, ValueError for shapes and devices, and NotImplementedError
     if an input requires grad.
     """
-    dtype = _check_partial(out_partial, lse_partial, out, out_dtype)
-    lse = lse_partial.logsumexp(0)
-    is_empty = lse_partial == -math.inf
-    # Where all parts are empty, -inf - -inf would be NaN.
-    weights = (lse_partial - lse.masked_fill(lse == -math.inf, 0)).exp()[..., None]
-    parts = out_partial.to(weights.dtype).masked_fill(is_empty[..., None], 0)
-    result = (weights * parts).sum(0).to(dtype)
-    rows_last = lse.transpose(-1, -2).contiguous().transpose(-1, -2)
-    return result if out is None else out.copy_(result), rows_last
-
-
-def _check_partial(out_partial, lse_partial, out, out_dtype):
-    """The dtype of the result; errors as of flash_attn_combine."""
     dtypes = *KERNEL_DTYPES, torch.float64
     check_tensor("out_partial", out_partial)
     check_dtype(out_partial, dtypes, "out_partial")
@@ -145,13 +132,20 @@ def _check_partial(out_partial, lse_partial, out, out_dtype):
                          f"{MAX_SPLITS} splits, got {tuple(out_partial.shape)}")
     check_tensor_of("lse_partial", lse_partial, out_partial.device, dtypes=(sum_dtype(out_partial.dtype),),
                     shapes=(out_partial.shape[:-1],))
-    given = getattr(out, "dtype", out_partial.dtype)
-    dtype = given if out_dtype is None else out_dtype
+    dtype = getattr(out, "dtype", out_partial.dtype) if out_dtype is None else out_dtype
     if dtype not in dtypes:
         raise TypeError(f"out_dtype must be None or one of {dtype_names(dtypes)}, got {shown(dtype)}")
     check_out(out, dtype, out_partial.shape[1:], out_partial.device)
     check_no_derivative("flash_attn_combine", "flash_attention", out_partial=out_partial, lse_partial=lse_partial)
-    return dtype
+
+    lse = lse_partial.logsumexp(0)
+    is_empty = lse_partial == -math.inf
+    # Where all parts are empty, -inf - -inf would be NaN.
+    weights = (lse_partial - lse.masked_fill(lse == -math.inf, 0)).exp()[..., None]
+    parts = out_partial.to(weights.dtype).masked_fill(is_empty[..., None], 0)
+    result = (weights * parts).sum(0).to(dtype)
+    rows_last = lse.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return result if out is None else out.copy_(result), rows_last
 
 
 def get_scheduler_metadata(batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int,
