@@ -111,9 +111,9 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
     q = _rows_contiguous(q)
     if (k is None) != (v is None):
         raise ValueError("k and v must both be given, or neither")
-    for name in ("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens"):
-        if k is None and getattr(append, name) is not None:
-            raise ValueError(f"{name} needs new keys and values, k and v")
+    for of_new in ("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens"):
+        if k is None and getattr(append, of_new) is not None:
+            raise ValueError(f"{of_new} needs new keys and values, k and v")
     if has_new := k is not None:
         append = append._replace(seqused_k=options.seqused_k, page_table=cache.page_table, batch_idx=cache.batch_idx,
                                  q=q, cu_seqlens_q=options.cu_seqlens_q, q_advances=has_window)

@@ -7,6 +7,7 @@ On a GPU every call starts with a cold L2 and is timed by events of the stream; 
 import functools
 import gc
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,10 @@ def benchmark_fn(fn: Callable, *args: Any, warmup: int = 25, rep: int = 100, qua
     for _ in range(warmup):
         call()
     gpu = _gpu_of(*args, *kwargs.values())
-    times = _cpu_times(call, rep) if gpu is None else _gpu_times(call, rep, gpu)
+    if gpu is None:
+        times = [1e3 * seconds for seconds in timeit.repeat(call, number=1, repeat=rep, timer=time.perf_counter)]
+    else:
+        times = _gpu_times(call, rep, gpu)
     wanted = torch.tensor(quantiles or QUANTILES, dtype=torch.float64)
     return tuple(torch.tensor(times, dtype=torch.float64).quantile(wanted).tolist())
 
@@ -71,15 +75,6 @@ def _gpu_times(call: Callable, rep: int, gpu: torch.device) -> list[float]:
             end.record()
         torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in spans]
-
-
-def _cpu_times(call: Callable, rep: int) -> list[float]:
-    times = []
-    for _ in range(rep):
-        start = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - start))
-    return times
 
 
 @dataclass

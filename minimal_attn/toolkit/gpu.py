@@ -83,13 +83,13 @@ def print_gpu_info(device_id: int = 0) -> None:
         print("torch sees no CUDA GPU on this machine.")
         return
     gpu = detect_gpu(device_id)
-    yes_no = {True: "yes", False: "no"}
+    features = ["yes" if x else "no" for x in (gpu.has_tma, gpu.has_fp8, gpu.has_warpgroup_mma)]
     major, minor = gpu.compute_capability
     print(f"GPU {device_id}:               {gpu.name}\n"
           f"Architecture:        {gpu.arch.name.lower()} (compute capability {major}.{minor})\n"
           f"Memory:              {gpu.total_memory_gb:.1f} GB\n"
           f"SMs:                 {gpu.num_sms}, {gpu.sram_per_sm // 1024} KB of shared memory each\n"
-          f"TMA, fp8, wgmma:     {yes_no[gpu.has_tma]}, {yes_no[gpu.has_fp8]}, {yes_no[gpu.has_warpgroup_mma]}")
+          f"TMA, fp8, wgmma:     {', '.join(features)}")
 
 
 def check_hopper_features() -> dict[str, Any]:

@@ -17,8 +17,8 @@ SIZE = 4096  # of the matrices that nothing is said about
 
 
 class AdaptiveKernelSelector:
-    """Chooses kernels for `device`: the GPU of this number, or the CPU where there is none. gpu: its GPUCapabilities,
-    None for the CPU."""
+    """Chooses kernels for its `device`: GPU device_id, or the CPU where there is none. `gpu` has its GPUCapabilities,
+    or None for the CPU."""
 
     def __init__(self, device_id: int = 0):
         self.gpu = detect_gpu(device_id) if torch.cuda.is_available() else None
