@@ -7,7 +7,6 @@ setup.py and tools/build_wheel.py take sources and flags from here. Read next: s
 backends/ops.py, the derivative of the ops that csrc defines; ../csrc/main.cpp.
 """
 import contextlib
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -53,28 +52,11 @@ def assume_constant_result(function):
     return function
 
 
-def not_compiled(function):
-    """A graph break of torch.compile. As torch.compiler.disable, whose import of torch._dynamo waits for a call here."""
-    disabled = None
-
-    @functools.wraps(function)
-    def wrapped(*args, **kwargs):
-        nonlocal disabled
-        if disabled is None:
-            disabled = torch.compiler.disable(function)
-        return disabled(*args, **kwargs)
-
-    return wrapped
-
-
 def load(verbose: bool = False) -> ModuleType:
-    """Load csrc, compiled first if need be, which it says on stderr.
+    """Load csrc, compiled first if need be, which it says on stderr; verbose: with what the compiler prints.
 
     Without nvcc it is the host build of flash.cu alone. MINIMAL_ATTN_BUILD_TIMEOUT is how many seconds to wait for the
     build of another process, 600 if it is not set. MINIMAL_ATTN_KERNEL is a kernel to force, as force_kernel does.
-
-    Args:
-        verbose: print what the compiler prints.
 
     Returns:
         The extension module, one for the process; from the wheel, an object with the same functions. Its ops are
@@ -82,14 +64,15 @@ def load(verbose: bool = False) -> ModuleType:
         wheel serves, and has_cuda says whether it has kernels for GPUs.
 
     Raises:
-        RuntimeError: no C++ compiler or no ninja; the compiler fails; the folder cannot be written; another build does
-            not end; what was built at installation belongs to another torch or to other sources; or the wheel serves
-            another torch or another processor.
+        RuntimeError: csrc cannot be built, or what is built serves another torch, other sources or another processor.
         ValueError: MINIMAL_ATTN_KERNEL names no kernel.
     """
     with _lock:
         if NAME not in sys.modules:  # one for the process, even where this file was imported twice
-            forced = _kernel_from_environment()
+            forced = os.environ.get("MINIMAL_ATTN_KERNEL") or None
+            if forced not in (None, *GPU_KERNELS):
+                names = ", ".join(map(repr, GPU_KERNELS))
+                raise ValueError(f"MINIMAL_ATTN_KERNEL must be unset or one of {names}, got {forced!r}")
             library = _adopted() or _prebuilt() or _of_wheel() or _compiled(verbose)
             if forced is not None:
                 library.force_kernel(forced)
@@ -126,7 +109,7 @@ def cannot_build():
 
 
 def cannot_build_cuda():
-    """Says in words why csrc cannot be compiled for GPUs. None if nothing that GPUs need is missing."""
+    """Says in words why csrc cannot be compiled for GPUs. None if it can."""
     if not torch.version.cuda:
         return f"torch {torch.__version__} is a build without CUDA"
     from torch.utils.cpp_extension import CUDA_HOME
@@ -141,15 +124,18 @@ def cannot_build_cuda():
 def recipe():
     """Sources and flags, as torch.utils.cpp_extension.load names them. Without nvcc it is the host build alone."""
     cuda = cannot_build_cuda() is None
+    has_fma = platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
     sources = sorted(source for source in CSRC.rglob("*.cpp") if source.name != "stable.cpp")  # the wheel's binding
     sources += sorted(CSRC.rglob("*.cu")) if cuda else []
     return {
         "sources": [str(source) for source in sources],
         "extra_include_paths": [str(CSRC)],  # files of csrc are included by their path in it
         # C++20 for std::barrier. MINIMAL_ATTN_TORCH is read by nobody: ninja rebuilds when a flag changes, but does not
-        # watch torch's headers, so that an upgrade of torch in place would go unnoticed.
-        "extra_cflags": ["-O2", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", *fused_multiply_add(),
-                         f"-DMINIMAL_ATTN_TORCH={torch.__version__}", f"-DMINIMAL_ATTN_CUDA={int(cuda)}"],
+        # watch torch's headers, so that an upgrade of torch in place would go unnoticed. By the flags for FMA the host
+        # build of flash.cu rounds a multiply-add once, as a GPU does.
+        "extra_cflags": ["-O2", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-ffp-contract=fast",
+                         *(["-march=x86-64-v3"] if has_fma else []), f"-DMINIMAL_ATTN_TORCH={torch.__version__}",
+                         f"-DMINIMAL_ATTN_CUDA={int(cuda)}"],
         # No --use_fast_math: fp32 means fp32, and a kernel that wants a fast intrinsic calls it by name.
         # Compressed, the code for the GPU takes half the space. -split-compile=0 optimizes the kernels of a file on all
         # cores at once.
@@ -157,12 +143,6 @@ def recipe():
                               "-Xfatbin=-compress-all"],
         "extra_ldflags": ["-pthread", "-s"],  # -s: without the table of symbols, which only a debugger reads
     }
-
-
-def fused_multiply_add():
-    """Flags that let the host build of flash.cu round a multiply-add once, as a GPU does."""
-    x86_with_fma = platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
-    return ["-ffp-contract=fast", *(["-march=x86-64-v3"] if x86_with_fma else [])]
 
 
 def cuda_archs():
@@ -208,14 +188,6 @@ def source_digest(*roots):
                 digest.update(file.relative_to(root.parent).as_posix().encode() + b"\0")
                 digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _kernel_from_environment():
-    kernel = os.environ.get("MINIMAL_ATTN_KERNEL") or None
-    if kernel not in (None, *GPU_KERNELS):
-        names = ", ".join(map(repr, GPU_KERNELS))
-        raise ValueError(f"MINIMAL_ATTN_KERNEL must be unset or one of {names}, got {kernel!r}")
-    return kernel
 
 
 def _registered():
@@ -282,8 +254,6 @@ def _compiled(verbose):
     from torch.utils import cpp_extension
 
     env = environment()
-    archs = env.get("TORCH_CUDA_ARCH_LIST")
-    target = "sm_" + archs.replace(".", "").replace(";", ", sm_") if archs else "cpu host"
     directory, files = build_directory(), recipe()
     start, began = time.monotonic(), time.time()
     # torch counts a build that failed or was interrupted as done, and would not try again in this process.
@@ -291,11 +261,13 @@ def _compiled(verbose):
 
     def progress():
         done = sum(file.stat().st_mtime >= began for file in directory.glob("*.o"))
+        target = env.get("TORCH_CUDA_ARCH_LIST", "the CPU")
         return f"compiling csrc for {target}: {done} of at most {len(files['sources'])} files"
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _turn(directory), _verified(directory), _environ(env), _saying(None if verbose else progress):
+        with (_turn(directory), _verified(directory), _environ(env),
+              contextlib.nullcontext() if verbose else _saying(progress)):
             module = cpp_extension.load(NAME, build_directory=str(directory), verbose=verbose, **files)
     except OSError as error:
         raise RuntimeError(f"csrc cannot be built in {directory}: {error}. Set TORCH_EXTENSIONS_DIR to a folder that "
@@ -352,8 +324,7 @@ def _turn(directory):
 
 @contextlib.contextmanager
 def _saying(text):
-    """Say text() on stderr if what follows takes more than a second, and every ten seconds if it has changed. Without a
-    text, nothing."""
+    """Say text() on stderr if what follows takes more than a second, and every ten seconds if it has changed."""
     ended = threading.Event()
 
     def speak():
@@ -364,7 +335,7 @@ def _saying(text):
                 print(line, file=sys.stderr, flush=True)
             said = line
 
-    speaker = threading.Thread(target=speak if text else ended.wait, daemon=True)
+    speaker = threading.Thread(target=speak, daemon=True)
     speaker.start()
     try:
         yield
@@ -375,6 +346,7 @@ def _saying(text):
 
 @contextlib.contextmanager
 def _environ(values):
+    """Not unittest's patch.dict, which at its end leaves other threads without environment for a moment."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -20,15 +20,12 @@ from .reference.packed import with_own_keys
 BACKENDS = {"cuda": cuda.BACKEND, "triton": triton.BACKEND, "torch": torch.BACKEND, "reference": reference.BACKEND}
 
 # Keywords of scaled_dot_product_attention and flash-attn, and what flash_attention's error says of each.
+RENAMED = {"is_causal": "causal", "scale": "sm_scale", "softmax_scale": "sm_scale", "s_aux": "sinks",
+           "learnable_sink": "sinks", "attn_mask": "attn_bias", "cu_seqlens": "cu_seqlens_q and cu_seqlens_k",
+           "max_seqlen": "max_seqlen_q and max_seqlen_k", "return_softmax_lse": "return_lse"}
 OTHER_NAMES = {
-    "is_causal": "it is called causal here",
-    **dict.fromkeys(("scale", "softmax_scale"), "it is called sm_scale here"),
-    **dict.fromkeys(("s_aux", "learnable_sink"), "it is called sinks here"),
-    "attn_mask": "it is called attn_bias here",
-    "cu_seqlens": "it is called cu_seqlens_q and cu_seqlens_k here",
-    "max_seqlen": "it is called max_seqlen_q and max_seqlen_k here",
+    **{name: f"it is called {ours} here" for name, ours in RENAMED.items()},
     "cache_seqlens": "it is called seqused_k here and in attention_with_kvcache",
-    "return_softmax_lse": "it is called return_lse here",
     "return_attn_probs": "return_lse=True returns lse",
     "enable_gqa": "it is not needed: heads are matched by their numbers",
     "key_padding_mask": "FlashMHA takes it, and unpad_input packs a batch by it",
@@ -66,13 +63,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
         sm_scale: factor of the scores; 1/sqrt(D) if None.
         seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
-            shape (B,), or (1,) for 3D input. Needs Sq == Sk. Keys from the length on are masked. Query rows from the
-            length on give out 0 and lse -inf. The values in this padding change no result, even if NaN or inf. The
-            lengths in a GPU tensor are checked by one small read. CUDA graph capture and torch.compile skip this read;
-            then lengths out of range are clamped. Graph capture takes only GPU tensors.
+            shape (B,), or (1,) for 3D input. Needs Sq == Sk. Rows and keys from the length on are padding. The lengths
+            in a GPU tensor are checked by one small read. CUDA graph capture and torch.compile skip this read; then
+            lengths out of range are clamped. Graph capture takes only GPU tensors.
         dropout_p: share in [0, 1] of the normalised probabilities set to 0, rounded to a multiple p of 2**-15; the rest
-            is scaled by 1/(1 - p). All backends drop the same elements. "torch" then forms all scores, as "reference"
-            does, since scaled_dot_product_attention does not tell what it drops.
+            is scaled by 1/(1 - p). All backends drop the same elements.
         dropout_seed: int64 tensor of one element on q's device. Which elements are dropped depends only on the seed,
             the sample, the head, the row and the column (dropout.py); 3D input has head 0. If None, torch's generator
             of that device draws a seed, so that torch.manual_seed repeats it. The host never reads it. Ignored if
@@ -90,9 +85,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk), also of a packed batch's B samples: factors
             of the values of each key/value head and of the query heads that read it; 1 if None. Negative ones give NaN.
             As in FlashAttention-3.
-        autotune: let "triton" time its tiles once for each GPU, dtype, head_dim, mask and power of two of the lengths,
-            and keep the choice on disk. False, or the environment variable MINIMAL_ATTN_AUTOTUNE=0, takes the tiles of
-            a table. So does graph capture if nothing was chosen before.
+        autotune: let "triton" time its tiles once for each GPU and kind of call, and keep the choice on disk. False,
+            the environment variable MINIMAL_ATTN_AUTOTUNE=0 and graph capture before a choice take those of a table.
         window_size: (left, right). Query row i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right, both inclusive, where seqlen_q and seqlen_k are the lengths of its sample;
             -1 or None is no bound. causal=True makes right 0. Blocks of keys outside are skipped.
@@ -105,25 +99,24 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         seqused_q, seqused_k: int32 (B,), contiguous, on q's device: how many of its rows and keys, from the first on,
             a sample uses; all if None. May be 0, and in a padded batch Sq and Sk may differ. In a packed batch with
             seqused_k, a sample's keys start at cu_seqlens_k[b] and may also be those of others. For gradients, "cuda"
-            and "triton" then copy B · max_seqlen_k keys and values. If max_seqlen_k is no int, the host waits for the
-            largest length; where it cannot, in a CUDA graph or under torch.compile, B · Tk are copied. An int that is
-            too small is an error on the CPU. Where lengths are not read, longer samples give NaN, and so do their
-            gradients.
+            and "triton" then copy B · max_seqlen_k keys and values. If it is no int, the host waits for the largest
+            length; where it cannot, in a CUDA graph or under torch.compile, B · Tk are copied. An int that is too small
+            is an error on the CPU. Elsewhere longer samples and their gradients are NaN.
         sinks: (H,), float32, float16 or bfloat16, or float64 for float64, on q's device: one more score of each row of
             a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no value goes with it (Xiao
-            et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. "torch" then forms all scores, as "reference"
-            does. Differentiable.
+            et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. Differentiable.
         softcap: real number c >= 0: a score s = sm_scale · q·k becomes c · tanh(s / c), as in Gemma 2. 0 is none. All
-            of what follows, lse and sinks are in units of these scores. "torch" then forms all scores.
+            of what follows, lse and sinks are in units of these scores.
         alibi_slopes: float32 (H,) or (B, H), also of a packed batch's B samples, on q's device: the score of row i and
             key j loses slope · |i + seqlen_k - seqlen_q - j|, by the lengths of its sample (Press et al., ALiBi, 2022).
-            It has no gradient. In 16 bits, "torch" then forms all scores.
+            It has no gradient.
         attn_bias: broadcastable to (B, H, Sq, Sk), of 3D input to (B·H, Sq, Sk), with 1 to 4 dimensions, on q's device.
             bool: a row sees the keys where it is True. Otherwise it is added to the scores, after softcap: of q's
-            dtype, or float32 for 16 bits, with which "torch" forms all scores. It is read by its strides. -inf hides a
-            key, and NaN makes its row NaN. Differentiable, in its own shape. Not for packed batches, nor for float8.
-            A causal bias of torch.nn.attention.bias for Sq rows and Sk keys becomes a part of the window where it can.
-        softcap, ALiBi and attn_bias can be given together, also with windows, lengths, sinks and dropout.
+            dtype, or float32 for 16 bits. It is read by its strides. -inf hides a key, and NaN makes its row NaN.
+            Differentiable, in its own shape. Not for packed batches, nor for float8. A causal bias of
+            torch.nn.attention.bias for Sq rows and Sk keys becomes a part of the window where it can.
+        All options can be given together, but for what Raises names. With dropout, sinks, softcap, in 16 bits also with
+        ALiBi or a float32 attn_bias, "torch" forms all scores, as "reference" does.
 
         Lengths count from a sample's first row and key. Where padding comes first (left padding), unpad_input makes a
         packed batch of q, and of k and v, and pad_input undoes it.
@@ -146,14 +139,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, an argument of the
             wrong type, or an unknown keyword. For the keywords of scaled_dot_product_attention and flash-attn the error
             says what they are called here.
-        ValueError: a wrong shape, device, head_dim, sm_scale, seq_lens, dropout_p, dropout_seed, window_size,
-            cu_seqlens, seqused, max_seqlen_k, sinks, softcap, alibi_slopes, attn_bias or backend; alibi_slopes that
-            require grad; seq_lens together with cu_seqlens or seqused; attn_bias together with cu_seqlens or float8; or
-            a forced kernel that cannot serve the call.
+        ValueError: a wrong shape, device or value of an argument; alibi_slopes that require grad; seq_lens together
+            with cu_seqlens or seqused; attn_bias together with cu_seqlens or float8; or a forced kernel that cannot
+            serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
-        NotImplementedError: an input requires grad, or has a forward-mode tangent, and the backend has no such
-            derivative. float8 has no gradients with "triton"; "cuda" and "triton" have no forward-mode and no second
-            derivatives.
+        NotImplementedError: a derivative that the backend does not have. float8 has no gradients with "triton"; "cuda"
+            and "triton" have no forward-mode and no second derivatives.
         RuntimeError: the extension cannot be built or loaded, or has no kernel for this GPU.
     """
     if unknown:
@@ -203,8 +194,13 @@ def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seql
     options = checked_options(given, q, k, causal, window_size, seq_lens, names)
     if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not
-    if not chosen.has_forward_mode:
-        check_derivatives(name, q, k, v, options)
+    if not chosen.has_forward_mode:  # it has kernels
+        is_fp8 = q.dtype in FP8_DTYPES
+        if is_transformed() and not is_fp8 and any(map(wants_gradient, (q, k, v, *options.differentiable))):
+            raise NotImplementedError(f"backend={name!r} does not support gradients under the transforms of "
+                                      "torch.func: use backend='torch' or backend='reference'")
+        check_no_derivative(f"backend={name!r}", "backend='reference'" if is_fp8 else "backend='torch'",
+                            "backend='reference'", has_backward=not is_fp8, q=q, k=k, v=v, **options.floats)
     if is_3d := q.ndim == 3:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     if is_known(q.numel() == 0) or is_known(k.numel() == 0):
@@ -223,16 +219,6 @@ def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seql
     return (out, lse) if options.return_lse else out
 
 
-def check_derivatives(name, q, k, v, options):
-    """NotImplementedError if a caller wants a derivative that the backend of this name, which has kernels, lacks."""
-    is_fp8 = q.dtype in FP8_DTYPES
-    if is_transformed() and not is_fp8 and any(map(wants_gradient, (q, k, v, *options.differentiable))):
-        raise NotImplementedError(f"backend={name!r} does not support gradients under the transforms of torch.func: "
-                                  "use backend='torch' or backend='reference'")
-    check_no_derivative(f"backend={name!r}", "backend='reference'" if is_fp8 else "backend='torch'",
-                        "backend='reference'", has_backward=not is_fp8, q=q, k=k, v=v, **options.floats)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The classic minimal call: flash_attention(q, k, v) with every default. q, k, v: (B, H, S, D)."""
     return flash_attention(q, k, v)
@@ -247,12 +233,8 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
                  alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
-    It depends on the dtype (under torch.autocast on its dtype), both head_dims, strides, alignment, dropout, sinks,
-    whether there is a softcap or ALiBi, attn_bias, and the GPU. force_kernel overrides it.
-
-    Args:
-        As of flash_attention; causal, sm_scale, window_size, max_seqlen and the values of all lengths are checked, but
-        do not affect the choice.
+    Arguments are as of flash_attention. causal, sm_scale, window_size, max_seqlen and the values of lengths are
+    checked, but do not affect the choice. force_kernel overrides it.
 
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
@@ -263,14 +245,11 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         head_dim 33 to 128 on GPUs of sm_90, without dropout, sinks, softcap, ALiBi and attn_bias.
         These three need head_dims, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
         else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors.
-        Another kernel may compute the gradients. On Hopper, those of calls in 16 bits, also with dropout, are "sm90"'s
-        (flash_bwd_sm90.cu; flash_bwd_wide_sm90.cu for a head_dim over 128), and "sm80"'s where that has no backward
-        pass: with an attn_bias, and for a head_dim over 128 with softcap or ALiBi. The gradients of "dmma" are
-        those of "simt".
+        Another kernel may compute the gradients. On Hopper, those of calls in 16 bits, also with dropout, are "sm90"'s,
+        but "sm80"'s with an attn_bias, and for a head_dim over 128 with softcap or ALiBi. Those of "dmma" are "simt"'s.
 
     Raises:
-        ValueError: the forced kernel cannot serve the call.
-        Otherwise as flash_attention.
+        As flash_attention.
     """
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, KERNEL_DTYPES)
@@ -287,8 +266,8 @@ def available_backends() -> list[str]:
 
 def triton_matmul(a: Tensor, b: Tensor, block_m: int | None = None, block_n: int | None = None,
                   block_k: int | None = None, use_autotune: bool = True) -> Tensor:
-    """a @ b in Triton: inputs are read by their strides without copies, and sums are in fp32. The same tile gives the
-    same bits in every run.
+    """a @ b in Triton, contiguous (M, N) of a's dtype: inputs are read by their strides without copies, and sums are
+    in fp32. The same tile gives the same bits in every run.
 
     Args:
         a: (M, K), float16, bfloat16, or float32, which is multiplied in true fp32: no TF32, nothing cast to float16.
@@ -299,13 +278,8 @@ def triton_matmul(a: Tensor, b: Tensor, block_m: int | None = None, block_n: int
         use_autotune: choose by timing a few tiles, once for similar sizes on one kind of GPU (triton_ref/autotune.py).
             False: by a model of the time (triton_ref.matmul.tile_config).
 
-    Returns:
-        c (M, N) of a's dtype, contiguous.
-
     Raises:
-        TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ.
-        ValueError: a wrong dimension, device or block.
-        NotImplementedError: an input requires grad or has a forward-mode tangent: there is no derivative.
-        ModuleNotFoundError: Triton is not installed.
+        TypeError, ValueError: as flash_attention; a wrong block. NotImplementedError: a derivative is wanted; there is
+        none. ModuleNotFoundError: Triton is not installed.
     """
     return triton.matmul()(a, b, block_m, block_n, block_k, use_autotune)

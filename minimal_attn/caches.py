@@ -51,13 +51,11 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         leftpad_k: int32 (B,), contiguous: where the keys of a sample begin; those before are not seen, and seqlen_k is
             seqused_k - leftpad_k.
         cu_seqlens_q: int32 (B + 1,): where each sample's rows begin in a packed q.
-        max_seqlen_q: an upper bound of the lengths in cu_seqlens_q. Memory for partial results is reserved by it, and
-            kernels for many rows are launched only if a sample may have so many. Without it, all are. They share the
-            GPU, so a tight bound is faster. Longer samples are served without splits. A tensor is never read, and
-            counts as None.
+        max_seqlen_q: an upper bound of the lengths in cu_seqlens_q, by which kernels are chosen and memory is reserved:
+            a tight one is faster. Longer samples are served without splits. A tensor is never read, and counts as None.
         seqused_q: int32 (B,): how many rows of a sample are valid, as of flash_attention.
-        causal, window_size: bottom-right aligned, as of flash_attention: the last row sees the last key.
-        sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of flash_attention.
+        causal, window_size, sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of flash_attention. The
+            last row sees the last key.
         num_splits: into how many parts at most the keys of a sample are split, 1 to 256, by its own lengths alone. Then
             its bits do not depend on its batch. 0: as is fastest; "cuda" then looks at the lengths of the whole batch.
         k, v, cu_seqlens_k_new, rotary_seqlens: as append_to_kvcache. seqused_k must then be given; it counts the keys
@@ -74,26 +72,21 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         row that sees no key has out 0 and lse -inf, or its sink.
 
     Raises:
-        TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, or an argument of the
-            wrong type.
-        ValueError: a wrong shape, device, head_dim, option or backend, or a cache whose last dimension is not
-            contiguous. The values of page_table, cache_batch_idx, leftpad_k and lengths are checked for CPU tensors. On
-            a GPU they are clamped, so that nothing outside is read.
-        NotImplementedError: an input requires grad or has a forward-mode tangent, or tree_mask together with
-            cu_seqlens_q, window_size, alibi_slopes or rotary_cos.
-        Otherwise as append_to_kvcache and flash_attention. An error is raised before anything is written.
+        As append_to_kvcache and flash_attention, before anything is written. The values of page_table, cache_batch_idx,
+        leftpad_k and lengths are checked for CPU tensors. On a GPU they are clamped, so that nothing outside is read.
+        NotImplementedError: also tree_mask together with cu_seqlens_q, window_size, alibi_slopes or rotary_cos.
     """
     given = Options(cu_seqlens_q, None, seqused_q, seqused_k, sinks, alibi_slopes, None, sm_scale, softcap,
                     return_lse=return_lse)
     cache = Cache(page_table, cache_batch_idx, leftpad_k, tree_mask, num_splits, max_seqlen_q)
-    append = Append(seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new, None, q, cu_seqlens_q, rotary_cos,
-                    rotary_sin, rotary_seqlens, rotary_interleaved)
+    append = Append(cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+                    rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved)
     return attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, window_size, backend)
 
 
 def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, window_size, backend, names=OWN):
-    """attention_with_kvcache of what its caller gave, as Options, Cache and Append. names: what the caller calls
-    arguments, as in checks.py, and this function."""
+    """attention_with_kvcache of what its caller gave, as Options, Cache and those fields of Append that are not in the
+    other two. names: what the caller calls arguments, as in checks.py, and this function."""
     q, k, v = _autocast(k_cache, q, k, v)
     check_cached(q, k_cache, v_cache, given.lengths, cache, names)
     name = backend_name(backend, q, k_cache, v_cache, given.sinks)
@@ -113,11 +106,17 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
             "alibi_slopes": (options.alibi_slopes is not None, "places in the cache are not positions in the text"),
             "rotary_cos": (append.rotary_cos is not None, "rotate q and k by the depths of their tokens before")})
     is_bound = is_int(max_seqlen_q) and is_static(max_seqlen_q)
-    cache = with_own_rows(Cache(*cache[:3], tree_mask, int(cache.num_splits), int(max_seqlen_q) if is_bound else 0))
+    cache = with_own_rows(cache._replace(tree_mask=tree_mask, num_splits=int(cache.num_splits),
+                                         max_seqlen_q=int(max_seqlen_q) if is_bound else 0))
     q = _rows_contiguous(q)
-    has_new = _has_new_rows(k, v, append)
-    if has_new:
-        append = append._replace(page_table=cache.page_table, batch_idx=cache.batch_idx, q=q, q_advances=has_window)
+    if (k is None) != (v is None):
+        raise ValueError("k and v must both be given, or neither")
+    for of_new in ("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens"):
+        if k is None and getattr(append, of_new) is not None:
+            raise ValueError(f"{of_new} needs new keys and values, k and v")
+    if has_new := k is not None:
+        append = append._replace(seqused_k=options.seqused_k, page_table=cache.page_table, batch_idx=cache.batch_idx,
+                                 q=q, cu_seqlens_q=options.cu_seqlens_q, q_advances=has_window)
         check_append(k, v, k_cache, v_cache, append, names)
     if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not
@@ -165,9 +164,9 @@ def append_to_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, se
     Raises:
         TypeError: an input that is not a dense tensor, an unsupported dtype, or dtypes that differ.
         ValueError: a wrong shape, device or head_dim, a cache whose last dimension is not contiguous or whose elements
-            share memory, or one argument without another that it needs. For CPU tensors also new rows for which a
-            sample has no room, page numbers that do not exist, and positions beyond rotary_cos. On a GPU such rows are
-            not written, and positions count as the nearest that there is.
+            share memory, or one argument without another that it needs. For CPU tensors also new rows for which there
+            is no room or page, and positions beyond rotary_cos. On a GPU such rows are not written, and positions count
+            as the nearest that there is.
         NotImplementedError: an input requires grad or has a forward-mode tangent.
     """
     k, v = _autocast(k_cache, k, v)
@@ -197,10 +196,8 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
         backend: as flash_attention.
 
     Raises:
-        TypeError: an input that is not a dense tensor, an unsupported dtype, or dtypes that differ.
-        ValueError: a wrong shape, device or head_dim, a cache whose last dimension is not contiguous or whose elements
-            share memory, or for CPU tensors a slot that does not exist. On a GPU such rows are not written.
-        NotImplementedError: another kv_cache_dtype, or an input that requires grad or has a forward-mode tangent.
+        As append_to_kvcache. ValueError: for CPU tensors also a slot that does not exist; on a GPU such rows are not
+        written. NotImplementedError: also another kv_cache_dtype.
     """
     check_slots(key, value, key_cache, value_cache, slot_mapping)
     chosen = _backend_to_append(backend, "key", key)
@@ -242,16 +239,6 @@ def _is_empty(*tensors):
 
 def _rows_contiguous(x):
     return x if is_known(x.stride(-1) == 1) else x.contiguous()
-
-
-def _has_new_rows(k, v, append):
-    """Whether new rows are given; ValueError for what belongs to them and is given without."""
-    if (k is None) != (v is None):
-        raise ValueError("k and v must both be given, or neither")
-    for name in ("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens"):
-        if k is None and getattr(append, name) is not None:
-            raise ValueError(f"{name} needs new keys and values, k and v")
-    return k is not None
 
 
 def _autocast(k_cache, *tensors):

@@ -101,20 +101,6 @@ def _may_be_symbol(x):
     return is_compiling() or type(x) is not bool and isinstance(x, (torch.SymBool, torch.SymInt))
 
 
-def smaller(size, other):
-    """min(size, other), which makes no guard while torch traces."""
-    if is_known(size <= other):
-        return size
-    return other if is_known(other <= size) else torch.sym_min(size, other)
-
-
-def larger(size, other):
-    """max(size, other), which makes no guard while torch traces."""
-    if is_known(size >= other):
-        return size
-    return other if is_known(other >= size) else torch.sym_max(size, other)
-
-
 def same_sizes(shape, other):
     """Whether two shapes are the same, where each size holds."""
     return len(shape) == len(other) and all(holds(m == n) for m, n in zip(shape, other))
@@ -127,8 +113,8 @@ def broadcasts(shape, other):
 
 
 def is_over(size, limit):
-    """Whether a size is over a limit. Under torch.export no guard is made, and only a size that is sure to be over it
-    counts: export refuses guards that the range declared for a dimension does not imply."""
+    """Whether a size is over a limit, and under torch.export, sure to be: export refuses guards that the range declared
+    for a dimension does not imply."""
     return is_known(size > limit) if torch.compiler.is_exporting() else not holds(size <= limit)
 
 
@@ -223,8 +209,7 @@ def check_number(name, x, names=OWN):
 
 def check_max_seqlens(max_seqlen_q, max_seqlen_k, names=OWN):
     """check_number of both, which plain ints need not be."""
-    if is_compiling() or not (type(max_seqlen_q) is type(max_seqlen_k) is int
-                                             and max_seqlen_q >= 0 <= max_seqlen_k):
+    if is_compiling() or not (type(max_seqlen_q) is type(max_seqlen_k) is int and max_seqlen_q >= 0 <= max_seqlen_k):
         check_number("max_seqlen_q", max_seqlen_q, names)
         check_number("max_seqlen_k", max_seqlen_k, names)
 
@@ -300,18 +285,13 @@ TENSORS = {
 }
 
 
-def _size_of(letter, sizes):
-    return sizes.get(letter, letter) if isinstance(letter, str) else letter
+def _with_sizes(letters, sizes):
+    return [sizes.get(x, x) if isinstance(x, str) else x for x in letters]
 
 
 def _has_shape(shape, letters, sizes):
-    if len(shape) != len(letters):
-        return False
-    for size, letter in zip(shape, letters):
-        allowed = _size_of(letter, sizes)
-        if not (isinstance(allowed, str) or holds(size == allowed)):
-            return False
-    return True
+    return len(shape) == len(letters) and all(isinstance(allowed, str) or holds(size == allowed)
+                                              for size, allowed in zip(shape, _with_sizes(letters, sizes)))
 
 
 def _lies(x, strides):
@@ -322,8 +302,8 @@ def _lies(x, strides):
 
 def _shape_text(letters, sizes):
     """(B, H) = (2, 4), as an error shows a shape."""
-    texts = ["(" + ", ".join(map(str, shape)) + ",)"[len(shape) > 1:] for shape in (
-        letters, [_size_of(letter, sizes) for letter in letters])]
+    texts = ["(" + ", ".join(map(str, shape)) + ",)"[len(shape) > 1:]
+             for shape in (letters, _with_sizes(letters, sizes))]
     return " = ".join(dict.fromkeys(texts))
 
 
@@ -373,10 +353,7 @@ def check_dtype(x, dtypes, name="q"):
 
 def autocast(q, *others):
     """q and others, under torch.autocast in its dtype for q's device, as scaled_dot_product_attention gets them there.
-
-    float64 and bool stay, as with torch; so does float8, whose values mean nothing without their descales, and all that
-    the checks will refuse.
-    """
+    float64 and bool stay, as with torch; so does float8, whose values mean nothing without their descales."""
     # is_meta: torch raises for devices that know no autocast.
     if not isinstance(q, torch.Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, *others
@@ -513,15 +490,13 @@ def check_index(name, x, size, whose, names=OWN):
 
 
 def check_seq_lens(seq_lens, q, k):
-    """seq_lens as an int32 tensor of shape (q.shape[0],) on q's device, if it fits q and k.
-
-    Values are checked at once for a list or a CPU tensor. For a GPU tensor that takes one small read, which is skipped
-    while a CUDA graph is captured or torch.compile traces; the kernels clamp, so a bad value never reads out of bounds.
-    """
+    """seq_lens as an int32 tensor of shape (q.shape[0],) on q's device, if it fits q and k. To check the values of a
+    GPU tensor takes one small read, which is skipped while a CUDA graph is captured or torch.compile traces."""
     seqlen = q.shape[-2]
     if not holds(seqlen == k.shape[-2]):
         raise ValueError(f"seq_lens needs equal lengths of q and k, got seqlen_q {seqlen} and seqlen_k {k.shape[-2]}")
-    if not isinstance(seq_lens, torch.Tensor):
+    is_tensor = isinstance(seq_lens, torch.Tensor)
+    if not is_tensor:
         try:
             lengths = [operator.index(n) for n in seq_lens]
         except TypeError:
@@ -529,16 +504,12 @@ def check_seq_lens(seq_lens, q, k):
                             f"{shown(seq_lens)}") from None
         _check_range(lengths, seqlen)
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
-        can_be_read = False  # once more
-    else:
-        check_tensor("seq_lens", seq_lens)
-        can_be_read = can_read(seq_lens)
     device = seq_lens.device if seq_lens.device.type == "cpu" else q.device
     check_tensor_of("seq_lens", seq_lens, device, {"B": 1 if q.ndim == 3 else q.shape[0]})
     if q.is_cuda and is_eager(q) and torch.cuda.is_current_stream_capturing():
         if not seq_lens.is_cuda:
             raise ValueError("seq_lens on the CPU cannot be copied while a CUDA graph is captured: pass a GPU tensor")
-    elif can_be_read and seq_lens.numel():
+    elif is_tensor and can_read(seq_lens) and seq_lens.numel():
         _check_range(torch.stack(seq_lens.aminmax()).tolist(), seqlen)
     # Outside 0..2^31 only where the values could not be read: keep the wrap to 32 bits from making such a value valid.
     seq_lens = seq_lens.clamp(0, seqlen).to(device=q.device, dtype=torch.int32)
@@ -566,21 +537,17 @@ def is_top_left(causal_bias, q, k, name="attn_bias"):
 def with_causal_bias(window, attn_bias, q, k, lengths):
     """Returns (window, attn_bias), in which a CausalBias has become a part of the window if possible. It is not with
     lengths, which move the window, or if the bound would be negative. All but attn_bias are checked."""
-    if not is_causal_bias(attn_bias) or lengths.are_given:
-        return window, attn_bias
-    bound = q.shape[-2] - k.shape[-2] if is_top_left(attn_bias, q, k) else 0  # beyond the bottom-right diagonal
-    if bound < 0:
-        return window, attn_bias
-    left, right = window
-    return (left, bound if right < 0 else min(right, bound)), None
+    if is_causal_bias(attn_bias) and not lengths.are_given:
+        bound = q.shape[-2] - k.shape[-2] if is_top_left(attn_bias, q, k) else 0  # beyond the bottom-right diagonal
+        if bound >= 0:
+            left, right = window
+            return (left, bound if right < 0 else min(right, bound)), None
+    return window, attn_bias
 
 
 def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
     """None, or attn_bias, which the caller calls `name`, as a view that broadcasts to (B, H, Sq, Sk), of 3D inputs to
-    (B·H, 1, Sq, Sk): a dimension of size 1 is shared. q, k and lengths are checked.
-
-    A CausalBias becomes the mask that it means. ValueError for any with packed batches and fp8.
-    """
+    (B·H, 1, Sq, Sk). A CausalBias becomes the mask that it means. ValueError for any with packed batches and fp8."""
     if attn_bias is None:
         return None
     if lengths.is_packed or q.dtype in FP8_DTYPES:
@@ -602,10 +569,8 @@ def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
 
 def check_dropout_seed(dropout_seed, q, num_samples):
     """dropout_seed, or one that torch draws if it is None, on q's device so that a CUDA graph draws anew each time.
-
-    ValueError unless it has one element, or has behind it the four origins of each of so many samples. Those on the CPU
-    are checked: a multiple of 16, one of 2, and all at least 0. A num_samples of None: no origins.
-    """
+    ValueError unless it has one element, or behind it the four origins of each of so many samples (None: no origins),
+    of which those on the CPU are checked."""
     if dropout_seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     # Not a number: a CUDA graph would keep its value, and torch.compile would compile anew for each.
@@ -629,12 +594,13 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     scale = given.softmax_scale
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(check_number("sm_scale", scale, names))
     lengths = check_lengths(given.lengths, seq_lens, q, k, names) if is_whole else given.lengths
+    given = given if seq_lens is None else given.with_lengths(lengths)
     left, right = check_window_size(window_size)
     right = 0 if causal else right
     if is_whole and not lengths.are_given:  # kernels may be faster without a bound, and these hide nothing
         left = -1 if left >= 0 and is_known(left >= k.shape[-2] - 1) else left
         right = -1 if right > 0 and is_known(right >= q.shape[-2] - 1) else right
-    window, bias = with_causal_bias((left, right), given.attn_bias, q, k, lengths)
+    (left, right), bias = with_causal_bias((left, right), given.attn_bias, q, k, lengths)
     dropout_p = 0.0 if is_zero(given.dropout_p) else float(check_number("dropout_p", given.dropout_p))
     softcap = 0.0 if is_zero(given.softcap) else float(check_number("softcap", given.softcap))
     if 0 < softcap < 1e-30:  # no global name: torch.compile(dynamic=True) would make a symbol of it
@@ -644,7 +610,8 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
         """The tensor of this name in given, which fits its row in TENSORS, contiguous; or None."""
         if (x := getattr(given, name)) is None:
             return None
-        sizes = {"B": lengths.num_samples(q), "H": _nheads(q), "Hk": _nheads(k)}
+        heads, heads_k = (q.shape[1], k.shape[1]) if q.ndim == 4 else (1, 1)
+        sizes = {"B": lengths.num_samples(q), "H": heads, "Hk": heads_k}
         check_tensor_of(name, x, q.device, sizes, names, dtypes=dtypes)
         return x.contiguous()
 
@@ -652,17 +619,14 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     slopes = tensor("alibi_slopes")
     if wants_gradient(slopes):
         raise ValueError("alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach()")
-    if any(x is not None for x in given.descales) and q.dtype not in FP8_DTYPES:
+    if not (given.q_descale is given.k_descale is given.v_descale is None) and q.dtype not in FP8_DTYPES:
         raise ValueError(f"q_descale, k_descale and v_descale are for float8 inputs, and q is {q.dtype}")
-    return Options(
-        *lengths, sinks if sinks is None else sinks.to(sum_dtype(q.dtype)), slopes,
-        check_attn_bias(bias, q, k, lengths), scale, softcap, *window, dropout_p,
-        check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None, given.deterministic,
-        given.autotune, tensor("q_descale"), tensor("k_descale"), tensor("v_descale"), given.return_lse)
-
-
-def _nheads(x):
-    return x.shape[1] if x.ndim == 4 else 1
+    return given._replace(
+        sinks=sinks if sinks is None else sinks.to(sum_dtype(q.dtype)), alibi_slopes=slopes,
+        attn_bias=check_attn_bias(bias, q, k, lengths), softmax_scale=scale, softcap=softcap, window_left=left,
+        window_right=right, dropout_p=dropout_p, q_descale=tensor("q_descale"), k_descale=tensor("k_descale"),
+        v_descale=tensor("v_descale"),
+        dropout_seed=check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None)
 
 
 def is_zero(x):
@@ -682,11 +646,8 @@ def is_transformed():
 
 
 def check_no_derivative(what, instead, forward_instead=None, *, has_backward=False, **tensors):
-    """NotImplementedError if a caller wants a derivative that `what` does not have.
-
-    instead: a function that has it. forward_instead: one that has it in forward mode, if that is another. has_backward:
-    only the forward mode is missing.
-    """
+    """NotImplementedError if a caller wants a derivative that `what` does not have; with has_backward, only the forward
+    mode is missing. instead: a function that has it. forward_instead: one that has it in forward mode, if another."""
     for name, x in tensors.items():
         if wants_gradient(x) and not has_backward:
             raise NotImplementedError(f"{what} has no backward pass yet, but {name} requires grad: call it under "

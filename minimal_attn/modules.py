@@ -24,7 +24,7 @@ NAMES = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen
 
 
 class FlashMHA(nn.Module):
-    """Multi-head self-attention (Vaswani et al. 2017), with grouped queries if asked for (Ainslie et al. 2023).
+    """Multi-head self-attention, with grouped queries if asked for.
 
     The parameters have the names and the order of flash-attn's MHA: Wqkv ((H + 2·Hk)·D rows: all query heads, then all
     key heads, then all value heads) and out_proj (E, E), with E = H·D. For Hk = H that is also the order of
@@ -42,13 +42,11 @@ class FlashMHA(nn.Module):
         causal: each position sees itself and the positions before it.
         device, dtype: of the parameters. The backend decides which dtypes it takes (flash_attention); all take float32.
         backend: of flash_attention.
-        window_size: of flash_attention: how many positions before and after its own a position sees; -1 is no bound.
+        window_size: of flash_attention: how many positions before and after its own a position sees.
         context_parallel_group: a torch.distributed.ProcessGroup over which sequences are split, in the zigzag layout of
             distributed.shard; None: they are not.
 
-    Raises:
-        ValueError: sizes, dropout, window_size or backend; TypeError: causal, dropout, window_size or
-        context_parallel_group.
+    TypeError for an argument of the wrong type, and ValueError for a wrong value.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, num_heads_k: int | None = None, bias: bool = True,
@@ -88,9 +86,8 @@ class FlashMHA(nn.Module):
         In place of the masks that mha takes in a call, use `causal` and `window_size` here, and forward's seq_lens for
         padding at the end, or its key_padding_mask. It and a bool attn_mask are True where mha's are False.
 
-        Raises:
-            TypeError: mha is of another class, also of a derived class, which may compute something else.
-            ValueError: kdim or vdim other than embed_dim, add_bias_kv or add_zero_attn; otherwise as FlashMHA.
+        TypeError if mha is of another class, also a derived one, which may compute something else. ValueError for kdim
+        or vdim other than embed_dim, add_bias_kv and add_zero_attn; otherwise as FlashMHA.
         """
         if type(mha) is not nn.MultiheadAttention:
             raise TypeError(f"mha must be a torch.nn.MultiheadAttention, got {type(mha).__name__}")
@@ -138,7 +135,7 @@ class FlashMHA(nn.Module):
             seq_lens: valid length of each sample, 1 to S, as in flash_attention. No position sees those from the length
                 on, and their result is out_proj's bias, or 0 without one.
             cu_seqlens: int32 (B + 1,) on x's device: where the samples of a packed x begin, as in flash_attention.
-            max_seqlen: an int or a tensor of one element, which nothing here needs.
+            max_seqlen: nothing here needs it.
             key_padding_mask: (B, S) on x's device, True or not 0 where a position is valid, as in flash-attn, and the
                 opposite of nn.MultiheadAttention: bool, int64, int32 or uint8. The valid positions, wherever they lie,
                 are packed, and windows count these alone. All others change nothing, and their result is 0. The host
@@ -153,10 +150,9 @@ class FlashMHA(nn.Module):
             A tensor of x's shape and dtype; under torch.autocast of autocast's dtype.
 
         Raises:
-            TypeError, ValueError: x is not a dense tensor, or of another shape; a mask that does not fit it, or more
-                than one of the three, or attn_mask with what it does not go with. RuntimeError: a key_padding_mask that
-                packs under CUDA graph capture. NotImplementedError: seq_lens, key_padding_mask or attn_mask with a
-                context_parallel_group. Otherwise as flash_attention or distributed.context_parallel_attention.
+            As flash_attention or distributed.context_parallel_attention. RuntimeError: a key_padding_mask that packs
+            under CUDA graph capture. NotImplementedError: seq_lens, key_padding_mask or attn_mask with a
+            context_parallel_group.
         """
         check_tensor("x", x)
         if sum(given is not None for given in (seq_lens, cu_seqlens, key_padding_mask)) > 1:
@@ -176,11 +172,10 @@ class FlashMHA(nn.Module):
             key_padding_mask = check_mask("key_padding_mask", key_padding_mask, x)
             if is_known(x.shape[0] == 0) or x.is_meta:  # the device meta knows no number of valid positions
                 return self.forward(x, attn_mask=attn_mask)
-        if key_padding_mask is not None and attn_mask is None:
-            packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, key_padding_mask)
-            out = self.forward(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-            return pad_input(out, indices, *x.shape[:2])
-        if key_padding_mask is not None:
+            if attn_mask is None:
+                packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, key_padding_mask)
+                out = self.forward(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+                return pad_input(out, indices, *x.shape[:2])
             if check_window_size(self.window_size) != NO_WINDOW:
                 raise ValueError("windows count the positions that key_padding_mask leaves, which cannot be packed "
                                  "together with attn_mask: give one of the two")
@@ -191,17 +186,19 @@ class FlashMHA(nn.Module):
         # Views of the projection's result (B, S, H + 2·Hk, D): flash_attention reads them by their strides.
         qkv = self.Wqkv(x).unflatten(-1, (sum(sizes), self.head_dim)).transpose(-2, -3)
         dropout_p = self.dropout if self.training else 0
+        q, k, v = (qkv if cu_seqlens is None else qkv.unsqueeze(0)).split(sizes, dim=1)
         if self.context_parallel_group is not None:
-            q, k, v = (qkv if cu_seqlens is None else qkv.unsqueeze(0)).split(sizes, dim=1)
             out = context_parallel_attention(q, k, v, self.context_parallel_group, causal=self.causal,
                                              cu_seqlens=cu_seqlens, window_size=self.window_size,
                                              backend=self.backend, dropout_p=dropout_p)
             return self._projected(out, x)
-        q, k, v = (qkv if cu_seqlens is None else qkv.unsqueeze(0)).split(sizes, dim=1)
         check_number("max_seqlen_q", max_seqlen, NAMES)
         if attn_mask is not None:
             attn_mask = check_attn_bias(autocast(q, attn_mask)[1], q, k, Lengths(), "attn_mask")
-            attn_mask = _without_padding(attn_mask, key_padding_mask)
+        if attn_mask is not None and key_padding_mask is not None:
+            attn_mask, is_valid = without_repeats(attn_mask), key_padding_mask[:, None, None]
+            attn_mask = (attn_mask & is_valid if attn_mask.dtype == torch.bool else
+                         torch.where(is_valid, attn_mask, -math.inf))
         out = None
         if seq_lens is attn_mask is None:
             out = fast_path(q, k, v, self.causal, None, False, False, False, self.window_size,
@@ -219,11 +216,3 @@ class FlashMHA(nn.Module):
     def extra_repr(self) -> str:
         names = "embed_dim", "num_heads", "num_heads_k", "dropout", "causal", "window_size", "backend"
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-
-def _without_padding(attn_mask, key_padding_mask):
-    """attn_mask (B, H, S, S), which hides all keys where key_padding_mask (B, S) is False, unless that is None."""
-    if key_padding_mask is None:
-        return attn_mask
-    attn_mask, is_valid = without_repeats(attn_mask), key_padding_mask[:, None, None]
-    return attn_mask & is_valid if attn_mask.dtype == torch.bool else torch.where(is_valid, attn_mask, -math.inf)

@@ -32,7 +32,7 @@ class Lengths(NamedTuple):
 
     @property
     def are_given(self):
-        return any(x is not None for x in self)
+        return not (self[0] is self[1] is self[2] is self[3] is None)
 
     @property
     def is_packed(self):
@@ -203,8 +203,6 @@ class Backend:
     forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor | None]]
     dtypes: tuple
     has_forward_mode: bool  # of its derivatives; all backends have those of a backward pass, but for fp8
-    # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
-    why_not: Callable[[torch.device | None], Exception | None]
     # (q, k_cache, v_cache, options, cache) -> (out, lse), as forward; without gradients. q may be packed.
     forward_cached: Callable[[Tensor, Tensor, Tensor, Options, Cache], tuple[Tensor, Tensor]]
     # (k, v, k_cache, v_cache, append) -> (q rotated, lengths): writes k and v into the caches. lengths is int32 (B,),
@@ -214,6 +212,8 @@ class Backend:
     # (dout, q, k, v, out, lse, options) -> (dq, dk, dv), where k and v may be a part of the keys, and out and lse those
     # of all, with sinks that options then lacks. No two samples share keys. There is no bias.
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor, Tensor]]
+    # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
+    why_not: Callable[[torch.device | None], Exception | None] = lambda device=None: None
 
 
 def warn(text: str) -> None:

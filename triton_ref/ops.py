@@ -1,4 +1,4 @@
-"""The twin as ops of torch with a derivative, and as a backend of minimal_attn, where importing this file registers it.
+"""The twin as ops of torch with a derivative, and as a backend of minimal_attn, which imports this file.
 
 Read next: attention.py, the forward pass; attention_bwd.py, the backward pass; decode.py, attention to a cache;
 append.py, which fills one; ../minimal_attn/backends/ops.py, the derivative.
@@ -7,13 +7,13 @@ append.py, which fills one; ../minimal_attn/backends/ops.py, the derivative.
 import torch
 
 from minimal_attn.backends import ops
-from minimal_attn.backends.triton import Twin, register
+from minimal_attn.backends.flops import decode_flops, register_flops
 from minimal_attn.checks import FP8_DTYPES, check_fp8, empty_outputs, is_eager, wants_gradient
 from minimal_attn.options import DECODE_FIELDS, OF_OP, Append, Cache, Options, schema_of
 
 from . import append, attention, attention_bwd, decode
-from .launching import INTERPRETING
-from .matmul import triton_matmul
+from .launching import INTERPRETING  # noqa: F401: minimal_attn asks for it, and calls triton_matmul
+from .matmul import triton_matmul  # noqa: F401
 
 FORWARD_FIELDS = (*Options._fields[:OF_OP], "autotune", "q_descale", "k_descale", "v_descale")
 BACKWARD_FIELDS = FORWARD_FIELDS[:OF_OP + 1]
@@ -67,7 +67,7 @@ class Attention(torch.autograd.Function):
     backward = staticmethod(ops.backward_of(_backward, "triton"))
 
 
-def _forward(q, k, v, options):
+def forward(q, k, v, options):
     """The forward of minimal_attn's backend "triton"."""
     check_fp8(q)
     # Tiles that are timed may be others in the next run.
@@ -123,4 +123,4 @@ def triton_append(k_new, v_new, k_cache, v_cache, *of_append):
 
 triton_append.register_fake(ops.append_shapes)
 ops.register("minimal_attn::triton_forward", "minimal_attn::triton_backward", _backward, "triton")
-register(Twin(_forward, forward_cached, triton_matmul, INTERPRETING))
+register_flops("triton_decode", decode_flops)

@@ -35,14 +35,10 @@ def _first_available():
 @functools.cache
 def _choose_first_available():
     """"auto" for CUDA tensors. csrc has the faster kernels."""
-    reasons = []
-    for name in ("cuda", "triton"):
-        reason = _build.why_not(on_gpu=True) if name == "cuda" else triton.why_not_imported()
-        if reason is None:
-            break
-        reasons.append(f"{name} is not available: {reason}")
-    else:
-        name = "torch"
-    if reasons:
-        warn(f"backend='auto' takes {name}, since {'; '.join(reasons)}")
+    if (why_not_cuda := _build.why_not(on_gpu=True)) is None:
+        return "cuda"
+    why_not_triton = triton.why_not_imported()
+    name = "triton" if why_not_triton is None else "torch"
+    others = "" if why_not_triton is None else f"; triton is not available: {why_not_triton}"
+    warn(f"backend='auto' takes {name}, since cuda is not available: {why_not_cuda}{others}")
     return name

@@ -70,7 +70,7 @@ def can_read_cache(q, k_cache, v_cache):
 def _forward_cached(q, k, v, options, cache):
     if not q.is_cuda:
         return _host_forward_cached(q, k, v, options, cache)
-    _check_cache_dtype("reads", q=q)
+    _check_cache_dtype("q", q, "reads")
     _load_ops()
     return torch.ops.minimal_attn.flash_decode(q, k, v, *options.of_decode(cache))
 
@@ -82,7 +82,7 @@ def can_append(k):
 
 def _append(k, v, k_cache, v_cache, append):
     if k.is_cuda:
-        _check_cache_dtype("writes", k=k)
+        _check_cache_dtype("k", k, "writes")
         if append.q is not None and not can_read_cache(append.q, k_cache, v_cache):  # before anything is written
             raise NotImplementedError("backend='cuda' cannot serve this call: it reads caches whose head_dims, strides "
                                       "and addresses are multiples of 16 bytes; use backend='triton'")
@@ -90,8 +90,7 @@ def _append(k, v, k_cache, v_cache, append):
     return torch.ops.minimal_attn.append_kvcache(k, v, k_cache, v_cache, *append)
 
 
-def _check_cache_dtype(verb, **tensor):
-    (name, x), = tensor.items()
+def _check_cache_dtype(name, x, verb):
     if x.dtype not in ON_TENSOR_CORES:
         raise TypeError(f"Unsupported dtype: {name} is {x.dtype}, and backend='cuda' {verb} caches on a GPU in float16 "
                         "and bfloat16 alone: use backend='triton' for float32")
@@ -111,7 +110,7 @@ def _backward(dout, q, k, v, out, lse, options):
                                                  True, True, False, False)[:3]
 
 
-BACKEND = Backend(_forward, DTYPES, False, _why_not, _forward_cached, _append, _backward)
+BACKEND = Backend(_forward, DTYPES, False, _forward_cached, _append, _backward, _why_not)
 
 
 def kernel_of(q, k, v, options):
@@ -139,21 +138,16 @@ def kernel_of(q, k, v, options):
 class force_kernel:
     """Serve calls with backend="cuda" on a GPU by one kernel of csrc, for tests and benchmarks.
 
-    The kernel is forced from this call on, or inside a with statement: with force_kernel("sm80"): ... It is forced for
-    the whole process, so use one thread at a time. Forward and backward passes obey what is forced when they run.
-    The gradients of "sm90" are those of flash_bwd_sm90.cu and flash_bwd_wide_sm90.cu where these serve the call, else
-    those of "sm80"; the gradients of "dmma" are those of "simt". A call that the kernel cannot serve raises ValueError.
-    Attention to caches never raises for it: with "sm90", or if none is forced, it has Hopper's kernels for samples with
-    many rows, else decode.cu alone. With backend="auto", float8 still takes "triton", and CPU tensors always use the
-    host build. With torch.compile, put the with statement around the compiled function. The environment variable
-    MINIMAL_ATTN_KERNEL forces a kernel from the time when csrc is loaded.
-
-    Args:
-        kernel: "simt", "sm80", "sm90" or "dmma"; None: the kernel is chosen for each call again.
+    It is "simt", "sm80", "sm90" or "dmma", from this call on, or inside a with statement: with force_kernel("sm80"):
+    ... With None, it is chosen for each call again. It is forced for the whole process, so use one thread at a time.
+    Forward and backward passes obey what is forced when they run; which_kernel says whose gradients a kernel has. A
+    call that it cannot serve raises ValueError. Attention to caches never does: with "sm90", or if none is forced, it
+    has Hopper's kernels for samples with many rows, else decode.cu alone. With backend="auto", float8 still takes
+    "triton", and CPU tensors always use the host build. With torch.compile, put the with statement around the compiled
+    function. The environment variable MINIMAL_ATTN_KERNEL forces a kernel from the time when csrc is loaded.
 
     Raises:
-        ValueError: there is no such kernel.
-        RuntimeError: the extension cannot be built or loaded.
+        ValueError: there is no such kernel. RuntimeError: the extension cannot be built or loaded.
     """
 
     def __init__(self, kernel: str | None):

@@ -25,11 +25,6 @@ def _forward(q, k, v, options):
     return out.to(dtype), lse
 
 
-def always(device=None):
-    """The why_not of a Backend that runs on every device."""
-    return None
-
-
 def by_autograd(forward):
     """Makes a Backend's backward from its forward, which is computed again.
 
@@ -49,5 +44,4 @@ def by_autograd(forward):
     return backward
 
 
-BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, always, over_gathered(_forward), append_in_torch,
-                  by_autograd(_forward))
+BACKEND = Backend(_forward, DTYPES + FP8_DTYPES, True, over_gathered(_forward), append_in_torch, by_autograd(_forward))

@@ -15,7 +15,7 @@ from ..reference.definition import DTYPES, reference_forward, without_autocast, 
 from ..reference.packed import as_padded
 from ..reference.pages import over_gathered
 from ..reference.scores import as_attn_mask, visible_keys
-from .reference import always, by_autograd
+from .reference import by_autograd
 
 
 def _copied_if_needed(x):
@@ -109,4 +109,4 @@ def _lse(q, k, softmax_scale, mask):
     return torch.cat(parts, -1)
 
 
-BACKEND = Backend(_forward, DTYPES, True, always, over_gathered(_forward), append_in_torch, by_autograd(_forward))
+BACKEND = Backend(_forward, DTYPES, True, over_gathered(_forward), append_in_torch, by_autograd(_forward))

@@ -6,10 +6,10 @@ It compiles nothing. Read next: ../attention.py, the backends; ../_build.py, the
 
 import importlib.util
 import platform
-import subprocess
 from pathlib import Path
 
 import torch
+from torch.utils import collect_env
 
 from .. import _build
 from ..attention import BACKENDS
@@ -22,11 +22,7 @@ HEAD_DIMS = (64, 128, 256, 100)  # the last one is not a multiple of 8
 
 def driver_version() -> str | None:
     """Version of NVIDIA's driver. None where there is no driver."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
+    return collect_env.get_nvidia_driver_version(collect_env.run)
 
 
 def triton_version() -> str | None:

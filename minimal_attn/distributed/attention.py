@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._build import not_compiled
 from ..attention import BACKENDS, backend_name, flash_attention
 from ..checks import (FP8_DTYPES, NO_WINDOW, autocast, check_choice, check_dropout_seed, check_dtype,
                       check_no_derivative, check_number, check_qkv, check_sizes, check_tensor, check_tensor_of,
@@ -27,7 +26,8 @@ METHODS = "all_gather", "ring", "ulysses"
 MAX_GATHERED_BYTES = 8 << 30  # keys and values of all ranks; with more, "auto" takes the ring
 
 
-@not_compiled  # what is sent, and to whom, is decided in Python
+# What is sent, and to whom, is decided in Python. torch.compiler.disable would import Dynamo at once.
+@torch._disable_dynamo
 def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.ProcessGroup | None" = None, *,
                                causal: bool = False, sm_scale: float | None = None,
                                window_size: tuple[int, int] = NO_WINDOW, cu_seqlens: Tensor | None = None,

@@ -10,15 +10,7 @@ from .install import install_as_flash_attn, uninstall_as_flash_attn
 from .kvcache import flash_attn_combine, flash_attn_with_kvcache, get_scheduler_metadata
 
 __all__ = [
-    "flash_attn_combine",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "get_scheduler_metadata",
-    "install_as_flash_attn",
-    "uninstall_as_flash_attn",
+    "flash_attn_combine", "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache", "get_scheduler_metadata", "install_as_flash_attn", "uninstall_as_flash_attn",
 ]

@@ -14,15 +14,9 @@ from .functions import (Result, flash_attn_func, flash_attn_kvpacked_func, flash
 from .kvcache import flash_attn_combine, get_scheduler_metadata
 
 __all__ = [
-    "flash_attn_combine",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "get_scheduler_metadata",
+    "flash_attn_combine", "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache", "get_scheduler_metadata",
 ]
 PRIVATE = ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward",
            "_wrapped_flash_attn_forward", "_wrapped_flash_attn_backward")
@@ -37,11 +31,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
                             rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
                             return_softmax_lse: bool = False) -> Result:
     """minimal_attn.flash_attn_with_kvcache with the arguments of flash-attn 2, in their order, which is another than
-    that of flash-attn 3.
-
-    Raises:
-        As minimal_attn.flash_attn_with_kvcache.
-    """
+    that of flash-attn 3."""
     return kvcache.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,

@@ -1,8 +1,7 @@
 """The functions of flash-attn, by their names and in the order of flash-attn 2, over flash_attention.
 
-What flash-attn 3, flash-attn 4 and vLLM add to them are keywords. pack_gqa, scheduler_metadata, sm_margin and
-fa_version tune kernels of theirs and change nothing here, and neither does num_splits, but with a page table. Read
-next: kvcache.py, those of caches; ../reference/packed.py, packed batches.
+What flash-attn 3, flash-attn 4 and vLLM add to them are keywords. Some tune kernels of theirs and change nothing here.
+Read next: kvcache.py, those of caches; ../reference/packed.py, packed batches.
 """
 
 import inspect
@@ -40,21 +39,19 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
     """flash_attention with the signature and the layout of flash-attn (flash_attn.flash_attn_func).
 
     Args:
-        q: (B, Sq, H, D); k, v: (B, Sk, Hk, D), v also with another head_dim. Dtypes, head dimensions, causal,
-            deterministic, backend: as flash_attention.
-        dropout_p, dropout_seed: as flash_attention. flash-attn has no such seed and drops other elements.
-        softmax_scale: factor of the scores, 1/sqrt(D) if None.
-        window_size: (left, right), also in a tensor, which is read, as flash_attention; None is (-1, -1).
+        q: (B, Sq, H, D); k, v: (B, Sk, Hk, D), v also with another head_dim.
+        softmax_scale: flash_attention's sm_scale, 1/sqrt(D) if None.
+        dropout_seed: as flash_attention. flash-attn has no such seed and drops other elements.
+        window_size: (left, right) as flash_attention; None is (-1, -1).
         return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
         return_softmax_lse, return_lse: return (out, lse).
         out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result is copied into it. Not
             with gradients.
-        s_aux, learnable_sink, sinks: three names of one argument, those of flash-attn 3, flash-attn 4 and vLLM: sinks
-            (H,) as of flash_attention.
-        softcap, alibi_slopes: as flash_attention.
-        q_descale, k_descale, v_descale, qv, attention_chunk: only their defaults are supported.
-        score_mod, mask_mod, aux_tensors: only None is supported.
+        s_aux, learnable_sink, sinks: three names of the sinks (H,), those of flash-attn 3, flash-attn 4 and vLLM.
+        q_descale, k_descale, v_descale, qv, attention_chunk, score_mod, mask_mod, aux_tensors: only their defaults are
+            supported.
         num_splits, pack_gqa, sm_margin, fa_version: change nothing.
+        All others: as flash_attention.
 
     Returns:
         out (B, Sq, H, D), with v's head_dim, in q's dtype, or in autocast's; lse (B, H, Sq) in fp32, natural log.
@@ -62,27 +59,21 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
     Raises:
         NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
     """
-    if not (score_mod is mask_mod is aux_tensors is None):
-        refuse(_names, score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
     return_lse = return_lse or return_softmax_lse or return_attn_probs
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(_names, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
-    if alibi_slopes is out is q_descale is k_descale is v_descale is qv is None and attention_chunk == 0:
+    if (alibi_slopes is out is q_descale is k_descale is v_descale is qv is score_mod is mask_mod is aux_tensors is None
+            and attention_chunk == 0):
         result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size, NO_LENGTHS,
                            sinks, dropout_p, softcap, backend)
         if result is not None:
             return (*result, None) if return_attn_probs else result
     refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
-           attention_chunk=attention_chunk)
-    check_layout(_names, "(B, S, H, D)", q=q, k=k, v=v)
-    _check_result(out, q, k, v, sinks)
+           attention_chunk=attention_chunk, score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
     given = Options(sinks=sinks, alibi_slopes=alibi_slopes, softmax_scale=softmax_scale, softcap=softcap,
                     dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse)
-    result = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), given, causal, window_size, backend,
-                    names=_names)
-    o, *lse = result if isinstance(result, tuple) else (result,)
-    return returned(o.transpose(1, 2), lse, out, return_attn_probs)
+    return _attend(_names, q, k, v, given, out, return_attn_probs, causal, window_size, backend)
 
 
 def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
@@ -108,7 +99,6 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
 
     Args:
         q: (Tq, H, D); k, v: (Tk, Hk, D), v also with another head_dim.
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k: as flash_attention.
         block_table, page_table: two names of one argument, those of flash-attn 2 and 3: int32 (B, max_pages), the pages
             of each sample in k (num_pages, page_size, Hk, D) and v, as attention_with_kvcache. seqused_k says how many
             keys a sample has. As in flash-attn 2, cu_seqlens_k may say it in its place, by the differences of its
@@ -116,31 +106,26 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
             attention_with_kvcache.
         scheduler_metadata: changes nothing.
         dynamic_causal, min_seqlen_k, gather_kv_indices: only None, False and 0 are supported.
-        All others: as flash_attn_func, but out is (Tq, H, D).
+        All others: as flash_attn_func and flash_attention, but out is (Tq, H, D).
 
-    Returns:
-        out (Tq, H, D), with v's head_dim, in q's dtype, or in autocast's; lse (H, Tq) in fp32, natural log; in a tuple
-        as flash_attn_func.
-
-    Raises:
-        NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
+    Returns and Raises:
+        As flash_attn_func, but out is (Tq, H, D) and lse (H, Tq).
     """
-    if not (score_mod is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k is gather_kv_indices is None):
-        refuse(_names, score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors,
-               dynamic_causal=dynamic_causal, min_seqlen_k=min_seqlen_k, gather_kv_indices=gather_kv_indices)
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(_names, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     check_max_seqlens(max_seqlen_q, max_seqlen_k, _names)
     return_lse = return_lse or return_softmax_lse or return_attn_probs
-    if (alibi_slopes is block_table is page_table is out is q_descale is k_descale is v_descale is qv is None
+    if (alibi_slopes is block_table is page_table is out is q_descale is k_descale is v_descale is qv is score_mod
+            is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k is gather_kv_indices is None
             and attention_chunk == 0):
         result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size,
                            (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
         if result is not None:
             return (*result, None) if return_attn_probs else result
     refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
-           attention_chunk=attention_chunk)
+           attention_chunk=attention_chunk, score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors,
+           dynamic_causal=dynamic_causal, min_seqlen_k=min_seqlen_k, gather_kv_indices=gather_kv_indices)
     if cu_seqlens_q is None:
         raise ValueError(f"{_names['function']}: {_names.get('cu_seqlens_q', 'cu_seqlens_q')} must be given; "
                          "flash_attn_func takes batches without it")
@@ -152,12 +137,7 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     if cu_seqlens_k is None and seqused_k is not None:
         raise ValueError(f"{_names['function']}: seqused_k without cu_seqlens_k needs a page table: give block_table, "
                          "or cu_seqlens_k, which says where the keys of a sample begin")
-    check_layout(_names, "(T, H, D)", q=q, k=k, v=v)
-    _check_result(out, q, k, v, sinks)
-    result = attend(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), given, causal, window_size, backend,
-                    max_seqlen_k=max_seqlen_k, names=_names)
-    o, *lse = (x[0] for x in (result if isinstance(result, tuple) else (result,)))
-    return returned(o.transpose(0, 1), lse, out, return_attn_probs)
+    return _attend(_names, q, k, v, given, out, return_attn_probs, causal, window_size, backend, max_seqlen_k)
 
 
 def _parameters(function, *hidden):
@@ -259,25 +239,32 @@ def check_out(out, dtype, shape, device, *inputs):
         raise ValueError("out cannot be given where gradients are wanted: call under torch.no_grad()")
 
 
-def _check_result(out, q, *inputs):
-    """check_out for what attend gives: of q's dtype, or autocast's, with the head_dim of the last input but one."""
-    if out is not None:
-        dtype = out_dtype(autocast(q.new_empty(0))[0].dtype)
-        check_out(out, dtype, (*q.shape[:-1], inputs[-2].shape[-1]), q.device, q, *inputs)
-
-
-def returned(result, lse, out, return_attn_probs):
-    """Returns a result in flash-attn's form: the tensor alone, (tensor, lse), or (tensor, lse, None) with
-    return_attn_probs. lse: a list with the lse, or an empty one. out: the tensor to write the result to, or None."""
-    result = result if out is None else out.copy_(result)
-    return (result, *lse, None) if return_attn_probs else (result, *lse) if lse else result
-
-
 def heads_first(x, is_packed):
     """x (B, S, H, D) or packed (T, H, D), as (B, H, S, D) or (1, H, T, D); None stays None."""
     if x is None:
         return None
     return x.transpose(0, 1)[None] if is_packed else x.transpose(1, 2)
+
+
+def _rows_first(result, is_packed, out, return_attn_probs):
+    """A result of the facade in flash-attn's layout and form: out alone, (out, lse), or (out, lse, None) with
+    return_attn_probs. out: None, or the tensor to write to."""
+    o, *lse = result if isinstance(result, tuple) else (result,)
+    o, lse = (o[0].transpose(0, 1), [x[0] for x in lse]) if is_packed else (o.transpose(1, 2), lse)
+    o = o if out is None else out.copy_(o)
+    return (o, *lse, None) if return_attn_probs else (o, *lse) if lse else o
+
+
+def _attend(names, q, k, v, given, out, return_attn_probs, causal, window_size, backend, max_seqlen_k=None):
+    """attention.attend by flash-attn's layouts: (B, S, H, D), or with cu_seqlens (T, H, D)."""
+    is_packed = given.cu_seqlens_q is not None
+    check_layout(names, "(T, H, D)" if is_packed else "(B, S, H, D)", q=q, k=k, v=v)
+    if out is not None:
+        dtype = out_dtype(autocast(q.new_empty(0))[0].dtype)
+        check_out(out, dtype, (*q.shape[:-1], v.shape[-1]), q.device, q, k, v, given.sinks)
+    q, k, v = heads_first(q, is_packed), heads_first(k, is_packed), heads_first(v, is_packed)
+    result = attend(q, k, v, given, causal, window_size, backend, max_seqlen_k=max_seqlen_k, names=names)
+    return _rows_first(result, is_packed, out, return_attn_probs)
 
 
 def _attend_pages(names, q, k, v, given, block_table, page_table, max_seqlen_q, num_splits, out, return_attn_probs,
@@ -298,8 +285,7 @@ def _attend_pages(names, q, k, v, given, block_table, page_table, max_seqlen_q, 
         given = given._replace(cu_seqlens_k=None, seqused_k=given.cu_seqlens_k.diff())
         names["seqused_k"] = "the difference of entries of cu_seqlens_k"
     cache = Cache(table, num_splits=num_splits, max_seqlen_q=max_seqlen_q)
-    return attend_rows(names, q, k, v, given, cache, Append(given.seqused_k), None, None, out, return_attn_probs,
-                       *mask_and_backend)
+    return attend_rows(names, q, k, v, given, cache, Append(), None, None, out, return_attn_probs, *mask_and_backend)
 
 
 def attend_rows(names, q, k_cache, v_cache, given, cache, append, k, v, out, return_attn_probs, *mask_and_backend):
@@ -309,7 +295,4 @@ def attend_rows(names, q, k_cache, v_cache, given, cache, append, k, v, out, ret
     check_out(out, k_cache.dtype, (*q.shape[:-1], v_cache.shape[-1]), q.device, q, k_cache, v_cache, given.sinks)
     result = attend_cached(heads_first(q, is_packed), k_cache.transpose(1, 2), v_cache.transpose(1, 2), given, cache,
                            append, k, v, *mask_and_backend, names)
-    o, *lse = result if isinstance(result, tuple) else (result,)
-    if is_packed:
-        return returned(o[0].transpose(0, 1), [x[0] for x in lse], out, return_attn_probs)
-    return returned(o.transpose(1, 2), lse, out, return_attn_probs)
+    return _rows_first(result, is_packed, out, return_attn_probs)

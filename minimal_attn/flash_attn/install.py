@@ -108,6 +108,6 @@ def _forget_what_transformers_saw():
                  "is_flash_attn_4_available", "is_flash_attn_greater_or_equal"):
         if hasattr(found := getattr(utils, name, None), "cache_clear"):
             found.cache_clear()
-    if mapping := getattr(utils, "PACKAGE_DISTRIBUTION_MAPPING", None):  # of transformers 5.17, made when it is imported
+    if mapping := getattr(utils, "PACKAGE_DISTRIBUTION_MAPPING", None):  # of transformers 5.17, made at its import
         mapping.clear()
         mapping.update(importlib.metadata.packages_distributions())

@@ -1,8 +1,6 @@
 """The functions of flash-attn 3 for caches of keys and values, by their names and in its order.
 
-What flash-attn 2, vLLM and SGLang call otherwise, or add, are keywords. scheduler_metadata, pack_gqa, sm_margin, ver
-and fa_version tune kernels of theirs and change nothing here. Read next: ../caches.py, the facade;
-../reference/packed.py, packed batches.
+What flash-attn 2, vLLM and SGLang call otherwise, or add, are keywords. Read next: ../caches.py, the facade.
 """
 
 import math
@@ -41,24 +39,20 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
 
     Args:
         q: (B, Sq, H, D), or with cu_seqlens_q (Tq, H, D), packed.
-        k_cache, v_cache: (N, S, Hk, D), or with a page table (num_pages, page_size, Hk, D), pages of any size. v_cache
-            may have another head_dim. Read by their strides, of which that of the last dimension is 1.
-        cache_seqlens: how many keys of a sample are valid, an int for all samples or int32 (B,); all keys if None.
+        k_cache, v_cache: (N, S, Hk, D), or with a page table (num_pages, page_size, Hk, D), as attention_with_kvcache.
+        cache_seqlens: its seqused_k, how many keys of a sample are valid: int32 (B,), or an int for all samples.
+        cache_leftpad, softmax_scale: its leftpad_k and its sm_scale.
         page_table, block_table: two names of one argument, those of flash-attn 3 and 2.
-        cache_batch_idx, cache_leftpad, cu_seqlens_q, max_seqlen_q, num_splits: as attention_with_kvcache, which calls
-            cache_leftpad leftpad_k.
-        softmax_scale: factor of the scores, 1/sqrt(D) if None.
-        causal, window_size, softcap, alibi_slopes, backend: as attention_with_kvcache. window_size may be None.
-        s_aux, learnable_sink, sinks: three names of one argument, the sinks (H,) of attention_with_kvcache.
+        s_aux, learnable_sink, sinks: three names of the sinks (H,).
+        window_size: also None.
         return_softmax_lse, return_lse: return (out, lse).
         out: of the result's shape and dtype, on q's device: the result is copied into it.
         k, v: (B, Sn, Hk, D), or with cu_seqlens_k_new (T, Hk, D), packed: new keys and values, which are written into
             the cache at the places from cache_seqlens on, and which q attends to as well. cache_seqlens must be given.
-        rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens: as attention_with_kvcache, to rotate q and k.
-        cu_seqlens_k_new, rotary_interleaved: belong to new keys, without which they change nothing. Neither does
-            rotary_seqlens without rotary_cos.
+            Without them cu_seqlens_k_new and rotary_interleaved change nothing, nor rotary_seqlens without rotary_cos.
         qv, q_descale, k_descale, v_descale, attention_chunk: only their defaults are supported.
         scheduler_metadata, pack_gqa, sm_margin, ver, fa_version: change nothing.
+        All others: as attention_with_kvcache.
 
     Returns:
         out (B, Sq, H, D) or (Tq, H, D), with v_cache's head_dim; lse (B, H, Sq) or (H, Tq) in fp32, natural log.
@@ -88,8 +82,8 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
     given = Options(cu_seqlens_q, None, None, cache_seqlens, sinks, alibi_slopes, None, softmax_scale, softcap,
                     return_lse=return_lse or return_softmax_lse)
     cache = Cache(table, cache_batch_idx, cache_leftpad, None, num_splits, max_seqlen_q)
-    append = Append(cache_seqlens, table, cache_batch_idx, cu_seqlens_k_new, None, q, cu_seqlens_q, rotary_cos,
-                    rotary_sin, rotary_seqlens, rotary_interleaved)
+    append = Append(cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+                    rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved)
     return attend_rows(names, q, k_cache, v_cache, given, cache, append, heads_first(k, is_packed),
                        heads_first(v, is_packed), out, False, causal, NO_WINDOW if window_size is None else window_size,
                        backend)
@@ -117,10 +111,9 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | N
 
     Args:
         out_partial: (num_splits, B, Sq, H, D) or (num_splits, Tq, H, D), float32, float16, bfloat16 or float64: what
-            attention to each part gives. Up to 256 parts.
+            attention to each of up to 256 parts gives. A part with lse -inf saw no key, and is not read here.
         lse_partial: (num_splits, B, Sq, H) or (num_splits, Tq, H), natural log, float32, or float64 for float64. Our
-            functions return lse with the heads before the rows: transpose it. A part with lse -inf saw no key, and its
-            out_partial is not read.
+            functions return lse with the heads before the rows: transpose it.
         out: (B, Sq, H, D) or (Tq, H, D), in out_dtype: the result is copied into it.
         out_dtype: out's dtype, or out_partial's, if None.
 
@@ -128,23 +121,9 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | N
         (out, lse), lse (B, Sq, H) or (Tq, H) with the rows of a head one after the other in memory, as in flash-attn 3.
         Where no part saw a key, out is 0 and lse -inf. Sinks count once for each part that had them: give them to one.
 
-    Raises:
-        TypeError: what is no dense tensor, or a wrong dtype. ValueError: shapes or devices. NotImplementedError: an
-        input requires grad.
+    TypeError for what is no dense tensor, or a wrong dtype, ValueError for shapes and devices, and NotImplementedError
+    if an input requires grad.
     """
-    dtype = _check_partial(out_partial, lse_partial, out, out_dtype)
-    lse = lse_partial.logsumexp(0)
-    is_empty = lse_partial == -math.inf
-    # Where all parts are empty, -inf - -inf would be NaN.
-    weights = (lse_partial - lse.masked_fill(lse == -math.inf, 0)).exp()[..., None]
-    parts = out_partial.to(weights.dtype).masked_fill(is_empty[..., None], 0)
-    result = (weights * parts).sum(0).to(dtype)
-    rows_last = lse.transpose(-1, -2).contiguous().transpose(-1, -2)
-    return result if out is None else out.copy_(result), rows_last
-
-
-def _check_partial(out_partial, lse_partial, out, out_dtype):
-    """The dtype of the result; errors as of flash_attn_combine."""
     dtypes = *KERNEL_DTYPES, torch.float64
     check_tensor("out_partial", out_partial)
     check_dtype(out_partial, dtypes, "out_partial")
@@ -153,13 +132,20 @@ def _check_partial(out_partial, lse_partial, out, out_dtype):
                          f"{MAX_SPLITS} splits, got {tuple(out_partial.shape)}")
     check_tensor_of("lse_partial", lse_partial, out_partial.device, dtypes=(sum_dtype(out_partial.dtype),),
                     shapes=(out_partial.shape[:-1],))
-    given = getattr(out, "dtype", out_partial.dtype)
-    dtype = given if out_dtype is None else out_dtype
+    dtype = getattr(out, "dtype", out_partial.dtype) if out_dtype is None else out_dtype
     if dtype not in dtypes:
         raise TypeError(f"out_dtype must be None or one of {dtype_names(dtypes)}, got {shown(dtype)}")
     check_out(out, dtype, out_partial.shape[1:], out_partial.device)
     check_no_derivative("flash_attn_combine", "flash_attention", out_partial=out_partial, lse_partial=lse_partial)
-    return dtype
+
+    lse = lse_partial.logsumexp(0)
+    is_empty = lse_partial == -math.inf
+    # Where all parts are empty, -inf - -inf would be NaN.
+    weights = (lse_partial - lse.masked_fill(lse == -math.inf, 0)).exp()[..., None]
+    parts = out_partial.to(weights.dtype).masked_fill(is_empty[..., None], 0)
+    result = (weights * parts).sum(0).to(dtype)
+    rows_last = lse.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return result if out is None else out.copy_(result), rows_last
 
 
 def get_scheduler_metadata(batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int,
@@ -171,10 +157,6 @@ def get_scheduler_metadata(batch_size: int, max_seqlen_q: int, max_seqlen_k: int
                            has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None,
                            sm_margin: int = 0) -> Tensor:
     """An empty int32 tensor on the device of cache_seqlens: no kernel here needs the plan that flash-attn 3 makes. Its
-    arguments change nothing.
-
-    Raises:
-        TypeError: cache_seqlens is no dense tensor.
-    """
+    arguments change nothing. TypeError if cache_seqlens is no dense tensor."""
     check_tensor("cache_seqlens", cache_seqlens)
     return cache_seqlens.new_empty(0, dtype=torch.int32)

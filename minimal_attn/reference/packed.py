@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import can_read, check_number, check_tensor, check_tensor_of, holds, is_int, is_known, larger, smaller
+from ..checks import can_read, check_number, check_tensor, check_tensor_of, holds, is_int, is_known
 from ..options import Lengths
 
 
@@ -115,7 +115,7 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
         max_seqlen_k = total if longest is None else longest
     if longest is not None and max_seqlen_k < longest:
         raise ValueError(f"max_seqlen_k must be at least the largest of seqused_k, {longest}, got {max_seqlen_k}")
-    capacity = larger(smaller(max_seqlen_k, total), 1)
+    capacity = torch.sym_max(torch.sym_min(max_seqlen_k, total), 1)
     seqlen_own = seqlen.clamp(max=capacity)
     ends = seqlen_own.cumsum(0)
     row = torch.arange(batch_size * capacity, device=k.device)

@@ -7,6 +7,7 @@ On a GPU every call starts with a cold L2 and is timed by events of the stream; 
 import functools
 import gc
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,20 +22,10 @@ CACHE_WRITES = 4  # one empties the L2; all of them give the host 0.2 ms to prep
 
 def benchmark_fn(fn: Callable, *args: Any, warmup: int = 25, rep: int = 100, quantiles: list[float] | None = None,
                  **kwargs: Any) -> tuple[float, ...]:
-    """Time fn(*args, **kwargs).
+    """Times of fn(*args, **kwargs) in ms: the quantiles in [0, 1], or (median, 20th percentile, 80th percentile).
 
-    Args:
-        fn: what to call. If there is a GPU, fn is timed there, unless all tensors among its arguments are on the CPU.
-        *args, **kwargs: the arguments of fn.
-        warmup: number of calls before the timed ones.
-        rep: number of timed calls.
-        quantiles: which quantiles of the times to return, each in [0, 1].
-
-    Returns:
-        (median, 20th percentile, 80th percentile), or the quantiles that are asked for, in ms.
-
-    Raises:
-        ValueError: warmup is negative, or rep is less than 1.
+    If there is a GPU, fn is timed there, unless all tensors among its arguments are on the CPU. warmup calls come
+    before the rep timed ones. ValueError for a negative warmup, or a rep below 1.
     """
     if warmup < 0 or rep < 1:
         raise ValueError(f"warmup must be at least 0 and rep at least 1, got {warmup} and {rep}")
@@ -42,7 +33,10 @@ def benchmark_fn(fn: Callable, *args: Any, warmup: int = 25, rep: int = 100, qua
     for _ in range(warmup):
         call()
     gpu = _gpu_of(*args, *kwargs.values())
-    times = _cpu_times(call, rep) if gpu is None else _gpu_times(call, rep, gpu)
+    if gpu is None:
+        times = [1e3 * seconds for seconds in timeit.repeat(call, number=1, repeat=rep, timer=time.perf_counter)]
+    else:
+        times = _gpu_times(call, rep, gpu)
     wanted = torch.tensor(quantiles or QUANTILES, dtype=torch.float64)
     return tuple(torch.tensor(times, dtype=torch.float64).quantile(wanted).tolist())
 
@@ -83,15 +77,6 @@ def _gpu_times(call: Callable, rep: int, gpu: torch.device) -> list[float]:
     return [start.elapsed_time(end) for start, end in spans]
 
 
-def _cpu_times(call: Callable, rep: int) -> list[float]:
-    times = []
-    for _ in range(rep):
-        start = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - start))
-    return times
-
-
 @dataclass
 class BenchmarkResult:
     """One function at one size."""
@@ -105,15 +90,9 @@ class BenchmarkResult:
 
 
 class BenchmarkRunner:
-    """Measures functions beside torch and keeps the results.
-
-    Args:
-        device: "cuda" or "cpu".
-        warmup, rep: numbers of calls, as of benchmark_fn.
-
-    Attributes:
-        results: list of BenchmarkResult, in the order in which they were measured.
-    """
+    """Measures functions beside torch on a device, "cuda" or "cpu", with warmup and rep as of benchmark_fn. Each
+    benchmark returns its results, in the order of measurement, and adds them to `results`. RuntimeError without a GPU
+    for the device "cuda"."""
 
     def __init__(self, device: str = "cuda", warmup: int = 25, rep: int = 100):
         self.device, self.warmup, self.rep = device, warmup, rep
@@ -122,21 +101,9 @@ class BenchmarkRunner:
     def benchmark_matmul(self, triton_fn: Callable, sizes: list[tuple[int, int, int]],
                          block_configs: list[dict] | None = None,
                          dtype: torch.dtype = torch.float16) -> list[BenchmarkResult]:
-        """Measure triton_fn(a, b) beside torch.matmul, on normal a (M, K) and b (K, N).
-
-        Args:
-            triton_fn: (a, b, **block_config) -> (M, N).
-            sizes: of (M, N, K).
-            block_configs: keyword arguments such as {"block_m": 64, "block_n": 64, "block_k": 32}: triton_fn is
-                measured once with each of them, and if there are none, once without any.
-            dtype: of a and b.
-
-        Returns:
-            For each size a result "PyTorch", then those named "Triton". FLOPs are 2·M·N·K.
-
-        Raises:
-            RuntimeError: the device is a GPU, and there is none.
-        """
+        """Measure triton_fn(a, b, **config) beside torch.matmul, on normal a (M, K) and b (K, N), for each size
+        (M, N, K): a result "PyTorch", then one "Triton" for each of block_configs, such as {"block_m": 64, "block_n":
+        64, "block_k": 32}, or one without any. FLOPs are 2·M·N·K."""
         self._check_device()
         first = len(self.results)
         for m, n, k in sizes:
@@ -150,21 +117,9 @@ class BenchmarkRunner:
     def benchmark_attention(self, flash_fn: Callable, seq_lengths: list[int], batch_size: int = 4, num_heads: int = 8,
                             head_dim: int = 64, causal: bool = False,
                             dtype: torch.dtype = torch.float16) -> list[BenchmarkResult]:
-        """Measure flash_fn(q, k, v, causal=causal) beside scaled_dot_product_attention.
-
-        Args:
-            flash_fn: (q, k, v, causal) -> out.
-            seq_lengths: of q and of k and v.
-            batch_size, num_heads, head_dim: sizes of q, k and v: (batch_size, num_heads, seq_len, head_dim).
-            causal: mask the future.
-            dtype: of q, k and v.
-
-        Returns:
-            For each length the results "PyTorch" and "FlashAttention". FLOPs are 4·B·H·S²·D, half of it when causal.
-
-        Raises:
-            RuntimeError: the device is a GPU, and there is none.
-        """
+        """Measure flash_fn(q, k, v, causal=causal) beside scaled_dot_product_attention, on normal q, k and v
+        (batch_size, num_heads, seq_len, head_dim): for each length the results "PyTorch" and "FlashAttention". FLOPs
+        are 4·B·H·S²·D, half of it when causal."""
         self._check_device()
         first = len(self.results)
         for seq_len in seq_lengths:
@@ -178,11 +133,8 @@ class BenchmarkRunner:
 
     def print_comparison_table(self, results: list[BenchmarkResult] | None = None,
                                title: str = "Benchmark Results") -> None:
-        """Print results, self.results if None, each beside the last "PyTorch" of its size.
-
-        Raises:
-            ModuleNotFoundError: rich is not installed.
-        """
+        """Print results, self.results if None, each beside the last "PyTorch" of its size. ModuleNotFoundError
+        without rich."""
         try:
             from rich.box import SIMPLE_HEAD
             from rich.console import Console
@@ -191,9 +143,7 @@ class BenchmarkRunner:
             raise ModuleNotFoundError("print_comparison_table needs rich: pip install 'minimal_attn[bench]'") from error
         results = self.results if results is None else results
         torch_ms = {}  # by size
-        table = Table(title=title, box=SIMPLE_HEAD)
-        for heading in ("Size", "Name", "ms", "TFLOP/s", "Peak MB", "× PyTorch", "Blocks"):
-            table.add_column(heading, justify="left" if heading in ("Name", "Blocks") else "right")
+        table = Table("Size", "Name", "ms", "TFLOP/s", "Peak MB", "× PyTorch", "Blocks", title=title, box=SIMPLE_HEAD)
         for r in results:
             if r.name == "PyTorch":
                 torch_ms[r.size] = r.time_ms

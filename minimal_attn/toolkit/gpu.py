@@ -47,19 +47,15 @@ class GPUCapabilities:
     total_memory_gb: float
 
 
+NO_GPU = GPUCapabilities("none", GPUArch.UNKNOWN, (0, 0), False, False, False, 0, 0, 0.0)
+
+
 def detect_gpu(device_id: int = 0) -> GPUCapabilities:
-    """The capabilities of a GPU.
-
-    Args:
-        device_id: number of the GPU, as torch counts them.
-
-    Returns:
-        Its GPUCapabilities. arch is GPUArch.UNKNOWN for a GPU that this version does not know, and for GPUs of AMD,
-        whose compute capability is (0, 0) here.
+    """The capabilities of a GPU, by its number in torch. arch is GPUArch.UNKNOWN for a GPU that this version does not
+    know, and for GPUs of AMD, whose compute capability is (0, 0) here.
 
     Raises:
-        RuntimeError: there is no CUDA GPU.
-        ValueError: there is no GPU of that number.
+        RuntimeError: there is no CUDA GPU. ValueError: none of that number.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("detect_gpu: CUDA is not available: torch sees no GPU")
@@ -87,26 +83,19 @@ def print_gpu_info(device_id: int = 0) -> None:
         print("torch sees no CUDA GPU on this machine.")
         return
     gpu = detect_gpu(device_id)
-    yes_no = {True: "yes", False: "no"}
+    features = ["yes" if x else "no" for x in (gpu.has_tma, gpu.has_fp8, gpu.has_warpgroup_mma)]
     major, minor = gpu.compute_capability
     print(f"GPU {device_id}:               {gpu.name}\n"
           f"Architecture:        {gpu.arch.name.lower()} (compute capability {major}.{minor})\n"
           f"Memory:              {gpu.total_memory_gb:.1f} GB\n"
           f"SMs:                 {gpu.num_sms}, {gpu.sram_per_sm // 1024} KB of shared memory each\n"
-          f"TMA, fp8, wgmma:     {yes_no[gpu.has_tma]}, {yes_no[gpu.has_fp8]}, {yes_no[gpu.has_warpgroup_mma]}")
+          f"TMA, fp8, wgmma:     {', '.join(features)}")
 
 
 def check_hopper_features() -> dict[str, Any]:
-    """Which of Hopper's features GPU 0 has.
-
-    Returns:
-        {"tma_available", "fp8_available", "wgmma_available": bool, "arch": such as "hopper", "compute_capability":
-        (major, minor)}; without a GPU False, "unknown" and (0, 0).
-    """
-    if not torch.cuda.is_available():
-        return {"tma_available": False, "fp8_available": False, "wgmma_available": False, "arch": "unknown",
-                "compute_capability": (0, 0)}
-    gpu = detect_gpu()
+    """Which of Hopper's features GPU 0 has: three bools, its architecture, such as "hopper", and (major, minor);
+    without a GPU False, "unknown" and (0, 0)."""
+    gpu = detect_gpu() if torch.cuda.is_available() else NO_GPU
     return {"tma_available": gpu.has_tma, "fp8_available": gpu.has_fp8, "wgmma_available": gpu.has_warpgroup_mma,
             "arch": gpu.arch.name.lower(), "compute_capability": gpu.compute_capability}
 

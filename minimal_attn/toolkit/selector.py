@@ -17,15 +17,8 @@ SIZE = 4096  # of the matrices that nothing is said about
 
 
 class AdaptiveKernelSelector:
-    """Chooses kernels for one device: a GPU, or the CPU where there is none.
-
-    Args:
-        device_id: number of the GPU.
-
-    Attributes:
-        device: the torch.device.
-        gpu: its GPUCapabilities, None for the CPU.
-    """
+    """Chooses kernels for its `device`: GPU device_id, or the CPU where there is none. `gpu` has its GPUCapabilities,
+    or None for the CPU."""
 
     def __init__(self, device_id: int = 0):
         self.gpu = detect_gpu(device_id) if torch.cuda.is_available() else None
@@ -33,19 +26,16 @@ class AdaptiveKernelSelector:
 
     def get_matmul_config(self, m: int = SIZE, n: int = SIZE, k: int = SIZE, dtype: torch.dtype = torch.float16,
                           backend: str = "auto") -> dict[str, Any]:
-        """How matrices (m, k) and (k, n) are multiplied.
+        """How row-major matrices (m, k) and (k, n) are multiplied.
 
-        Args:
-            m, n, k, dtype: of the matrices, which are row-major.
-            backend: "triton", "torch", or "auto": "triton" on a GPU that Triton serves, else "torch".
+        backend: "triton", "torch", or "auto": "triton" on a GPU that Triton serves, else "torch".
 
         Returns:
             {"backend", "kernel"}, with "triton" also its tiles and launch options: those of its table, from which
             autotuning may depart.
 
         Raises:
-            ValueError: backend is none of them; TypeError: dtype.
-            ModuleNotFoundError: backend="triton" without Triton.
+            ValueError: another backend. TypeError: a wrong dtype. ModuleNotFoundError: no Triton.
         """
         if backend == "auto":
             on_gpu = self.gpu and BACKENDS["triton"].why_not(self.device) is None
@@ -66,20 +56,8 @@ class AdaptiveKernelSelector:
 
     def get_attention_config(self, head_dim: int = 64, dtype: torch.dtype = torch.float16,
                              backend: str = "auto") -> dict[str, Any]:
-        """How flash_attention serves contiguous tensors of a head_dim and a dtype.
-
-        Args:
-            head_dim, dtype: of q, k and v.
-            backend: as of flash_attention.
-
-        Returns:
-            {"backend", "kernel"}, with "triton" also its tiles and launch options: those of its table, from which
-            autotuning may depart. The kernels of "cuda" have tables of their own in csrc; "kernel" is the one that
-            serves.
-
-        Raises:
-            As flash_attention: ValueError, TypeError, ModuleNotFoundError, RuntimeError.
-        """
+        """How flash_attention serves contiguous tensors of a head_dim and a dtype: as get_matmul_config. The kernels of
+        "cuda" have tables of their own in csrc. Errors as of flash_attention."""
         backend = backend_name(backend, torch.empty(0, device=self.device, dtype=dtype))
         if (why_not := BACKENDS[backend].why_not(self.device)) is not None:
             raise why_not
@@ -92,10 +70,10 @@ class AdaptiveKernelSelector:
             config, *_ = candidates(q, empty_outputs(q, q)[0], can_use_tma(q))[0]
             kernel = "attention_hopper.py" if "kConsumers" in config else "attention.py"
             return {"backend": "triton", "kernel": kernel, **config}
-        kernel = {"torch": "scaled_dot_product_attention", "reference": "reference_attention"}.get(backend)
         if backend == "cuda":
-            kernel = which_kernel(q, q, q)
-        return {"backend": backend, "kernel": kernel}
+            return {"backend": backend, "kernel": which_kernel(q, q, q)}
+        names = {"torch": "scaled_dot_product_attention", "reference": "reference_attention"}
+        return {"backend": backend, "kernel": names[backend]}
 
     def select_matmul_kernel(self) -> Callable:
         """(a, b) -> a @ b: triton_matmul on a GPU that Triton serves, else torch.matmul."""

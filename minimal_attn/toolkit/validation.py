@@ -20,40 +20,23 @@ def validate_matmul(triton_fn: Callable, m: int, n: int, k: int, rtol: float = 1
                     verbose: bool = False) -> tuple[bool, float]:
     """Compare triton_fn(a, b), on normal a (m, k) and b (k, n), with torch in double precision.
 
-    Args:
-        triton_fn: (a, b) -> (m, n).
-        m, n, k: sizes.
-        rtol, atol: |difference| <= atol + rtol · |truth| passes, and so does what the dtype's rounding allows.
-        dtype, device: of a and b.
-        verbose: print the verdict and the largest difference.
-
-    Returns:
-        (whether every element passes, the largest difference). NaN passes nowhere.
+    Returns (whether every element passes, the largest difference). |difference| <= atol + rtol · |truth| passes,
+    and so does what the dtype's rounding allows. NaN never passes. verbose: print the verdict.
     """
     a, b = (torch.randn(shape, device=device, dtype=dtype) for shape in ((m, k), (k, n)))
     truth = a.double() @ b.double()
-    return _judge(f"matmul ({m},{n},{k}) {_name(dtype)}", triton_fn(a, b), truth, a @ b, rtol, atol, verbose)
+    return _judge(f"matmul ({m},{n},{k}) {dtype}", triton_fn(a, b), truth, a @ b, rtol, atol, verbose)
 
 
 def validate_attention(flash_fn: Callable, batch: int, heads: int, seq_len: int, head_dim: int, causal: bool = False,
                        rtol: float = 1e-3, atol: float = 1e-3, dtype: torch.dtype = torch.float16,
                        device: str = "cuda", verbose: bool = False) -> tuple[bool, float]:
-    """Compare flash_fn(q, k, v, causal=causal), on normal (batch, heads, seq_len, head_dim), with the reference.
-
-    Args:
-        flash_fn: (q, k, v, causal) -> out, of q's shape.
-        batch, heads, seq_len, head_dim: sizes.
-        causal: mask the future.
-        rtol, atol, dtype, device, verbose: as validate_matmul.
-
-    Returns:
-        As validate_matmul.
-    """
+    """As validate_matmul, of flash_fn(q, k, v, causal=causal) on normal (batch, heads, seq_len, head_dim)."""
     q, k, v = (torch.randn(batch, heads, seq_len, head_dim, device=device, dtype=dtype) for _ in "qkv")
     truth = reference_attention(q.double(), k.double(), v.double(), causal)
     with sdpa_kernel(SDPBackend.MATH):
         base = scaled_dot_product_attention(q, k, v, is_causal=causal)
-    what = f"attention ({batch},{heads},{seq_len},{head_dim}) {_name(dtype)}{' causal' * causal}"
+    what = f"attention ({batch},{heads},{seq_len},{head_dim}) {dtype}{' causal' * causal}"
     return _judge(what, flash_fn(q, k, v, causal=causal), truth, base, rtol, atol, verbose)
 
 
@@ -61,10 +44,6 @@ def allowed_error(base: Tensor, truth: Tensor) -> float:
     """The largest error that a right result may have: twice the largest error of base plus half an ulp of the largest
     value of truth. base is torch's own result in the judged dtype, truth is in double precision."""
     return (2 * (base.double() - truth).abs().max() + torch.finfo(base.dtype).eps / 2 * truth.abs().max()).item()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _judge(what: str, out: Tensor, truth: Tensor, base: Tensor, rtol: float, atol: float,

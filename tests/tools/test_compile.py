@@ -241,20 +241,17 @@ CALLS = {"forward": (call_attention, FORWARD, ["_flash_fwd"]), "hopper": (call_a
 
 def pretend_gpu(capability):
     """Triton finds a GPU of that capability, and minimal_attn lets its kernels have tensors on the CPU."""
-    import dataclasses
-
     import triton
     from triton.backends.compiler import GPUTarget
 
-    import triton_ref.ops  # noqa: F401: registers itself
-    from minimal_attn.backends import triton as twin
+    import triton_ref.ops
 
     found = {"max_shared_mem": max_shared_memory(capability), "multiprocessor_count": 132}
     triton.runtime.driver.set_active(types.SimpleNamespace(
         get_current_device=lambda: 0, get_current_stream=lambda device: 0, set_current_device=lambda device: None,
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
         utils=types.SimpleNamespace(get_device_properties=lambda device: found)))
-    twin._twin = dataclasses.replace(twin._twin, is_interpreted=True)
+    triton_ref.ops.INTERPRETING = True
 
 
 def main(name, capability, every):
