@@ -69,6 +69,6 @@ def check_tree_mask(tree_mask, q, causal, others):
 def seen_in_tree(words, seqlen_k, lengths):
     """Which keys of a padded batch the words (B, Sq) of a tree mask let a row see: bool (B, 1, Sq, Sk), without regard
     to where rows and keys end."""
-    _, cols, seqlens_q, seqlens_k = positions(words.shape[1], seqlen_k, lengths, words.device)
-    new = cols - (seqlens_k - seqlens_q)
+    rows, cols, own = positions(words.shape[1], seqlen_k, lengths, words.device)
+    new = cols - (own - rows)
     return (new < 0) | (words[:, None, :, None] >> new.clamp(0, MAX_TOKENS - 1) & 1).bool()
