@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks import (OWN, can_read, check_alike, check_head_dim, check_number, check_tensor_of, empty_like, holds,
-                      is_eager, is_known, same_sizes, shapes_of, sum_dtype)
+                      is_known, same_sizes, shapes_of, sum_dtype)
 from ..options import Append, Cache, Lengths, schema_of
 from .packed import begins_and_lengths, places_of_rows
 from .pages import capacity_of, check_fit, check_rows, check_sequences, place_in_cache
@@ -138,62 +138,51 @@ def append_shapes(k_new, v_new, k_cache, v_cache, *of_append):
 
 
 def append_in_torch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, append: Append) -> tuple[Tensor, Tensor]:
-    """A Backend's append: an op where something traces or watches."""
-    if is_eager(k, v, k_cache, v_cache, append.q):
-        return _append(k, v, k_cache, v_cache, append)
-    return torch.ops.minimal_attn.torch_append(k, v, k_cache, v_cache, *append)
+    """A Backend's append."""
+    return _append(k, v, k_cache, v_cache, *append)
 
 
 @torch.library.custom_op("minimal_attn::torch_append", mutates_args=("k_cache", "v_cache"), schema=(
     f"(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, {schema_of(Append)}) -> (Tensor, Tensor)"))
-def _torch_append(k_new, v_new, k_cache, v_cache, *of_append):
-    return _append(k_new, v_new, k_cache, v_cache, Append(*of_append))
-
-
-_torch_append.register_fake(append_shapes)
-
-
-def _append(k, v, k_cache, v_cache, append):
+def _append(k, v, k_cache, v_cache, *of_append):
+    append, size = Append(*of_append), k_cache.shape[2]
     q_rotated, lengths = append_shapes(k, v, k_cache, v_cache, *append)
     if append.slot_mapping is not None:
-        slot, size = append.slot_mapping, max(1, k_cache.shape[2])
+        slot, size = append.slot_mapping, max(1, size)
         sequence, place, is_valid = slot.div(size, rounding_mode="floor"), slot % size, True
     else:
         capacity = capacity_of(k_cache, Cache(append.page_table))
-        append = append._replace(seqused_k=append.seqused_k.clamp(0, capacity))
-        starts = (append.seqused_k if append.rotary_seqlens is None else append.rotary_seqlens).long()
-        sample, row, is_padding = _rows_of(k, append.cu_seqlens_k_new)
+        taken = append.seqused_k.long().clamp(0, capacity)
+        sample, row, num_new = _rows_of(k, append.cu_seqlens_k_new)
         if append.rotary_cos is not None:
+            starts = taken if append.rotary_seqlens is None else append.rotary_seqlens.long()
             k = _rotated(k, starts[sample] + row, append)
             if append.q is not None:
                 q_sample, q_row, _ = _rows_of(append.q, append.cu_seqlens_q)
                 q_rotated.copy_(_rotated(append.q, starts[q_sample] + q_row * append.q_advances, append))
-        sequence, place, is_valid, lengths = _places(k_cache, sample, row, is_padding, append)
+        place = taken[sample] + row
+        is_valid = (row < num_new[sample]) & (place < capacity)
+        lengths = (taken + num_new).clamp(max=capacity).int()
+        cache = append if capacity else append._replace(page_table=None)
+        sequence, place = place_in_cache(sample, place.clamp(max=max(0, capacity - 1)), cache, size)
     is_valid = is_valid & (sequence >= 0) & (sequence < k_cache.shape[0])
     for cache, new in ((k_cache, k), (v_cache, v)):
         _write(cache, new, *(x.flatten() for x in (sequence, place, is_valid)))
     return q_rotated, lengths
 
 
+_append.register_fake(append_shapes)
+
+
 def _rows_of(x, cu_seqlens):
-    """The sample of each row, its number within that, and whether it is padding: (B, S), or (1, T) of a packed x."""
-    batch_size, _, seqlen, _ = x.shape
-    if cu_seqlens is not None:
-        return (y[None] for y in places_of_rows(*begins_and_lengths(cu_seqlens, seqlen), seqlen))
-    sample, row = torch.arange(batch_size, device=x.device)[:, None], torch.arange(seqlen, device=x.device)
-    return *torch.broadcast_tensors(sample, row), torch.zeros(batch_size, seqlen, dtype=torch.bool, device=x.device)
-
-
-def _places(k_cache, sample, row, is_padding, append):
-    """(sequence, place, is_valid) of each new row, and the lengths (B,) after them."""
-    size, capacity = k_cache.shape[2], capacity_of(k_cache, Cache(append.page_table))
-    seqused = append.seqused_k.long()
-    num_new = torch.zeros_like(seqused).index_add(0, sample.flatten(), (~is_padding).flatten().long())
-    lengths = (seqused + num_new).clamp(0, capacity).int()
-    place = seqused[sample] + row
-    is_valid = ~is_padding & (place < capacity)
-    cache = append if capacity else append._replace(page_table=None)
-    return *place_in_cache(sample, place.clamp(max=max(0, capacity - 1)), cache, size), is_valid, lengths
+    """The sample of each row of x and its number within that, (B, S), or (1, T) of a packed x, and how many rows each
+    sample has, (B,)."""
+    shape = x.shape[0], x.shape[2]
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(shape[0] + 1, device=x.device) * shape[1]
+    begin, num_rows = begins_and_lengths(cu_seqlens, shape[0] * shape[1])
+    sample, row, _ = places_of_rows(begin, num_rows, shape[0] * shape[1])
+    return sample.view(shape), row.view(shape), num_rows
 
 
 def _rotated(x, position, append):

@@ -84,11 +84,10 @@ def as_padded(forward, q, k, v, options):
     if seqused_q is not None:
         seqlen_q = seqlen_q.minimum(seqused_q.clamp(min=0))
     begin_k, seqlen_k = _keys(cu_seqlens_k, seqused_k, k.shape[2])
-    k_rows = _padded_rows(begin_k, seqlen_k, k.shape[2])
+    rows, keys = _padded_rows(begin_q, seqlen_q, q.shape[2]), _padded_rows(begin_k, seqlen_k, k.shape[2])
     lengths = Lengths(seqused_q=seqlen_q.int(), seqused_k=seqlen_k.int())
-    padded = (x[0][:, rows].transpose(0, 1) for x, rows in (
-        (q, _padded_rows(begin_q, seqlen_q, q.shape[2])), (k, k_rows), (v, k_rows)))
-    out, lse = forward(*padded, options.with_lengths(lengths))
+    out, lse = forward(*(x[0][:, at].transpose(0, 1) for x, at in ((q, rows), (k, keys), (v, keys))),
+                       options.with_lengths(lengths))
     sample, row, is_padding = places_of_rows(begin_q, seqlen_q, q.shape[2])
     row = row.clamp(max=out.shape[2] - 1)
     out = out[sample, :, row].transpose(0, 1)[None].masked_fill(is_padding[:, None], 0)
@@ -99,14 +98,12 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     """k, v and lengths of the same packed batch, in which no two samples share keys: copies of the keys of one sample
     after the other. Gradients of what was copied more than once are added up in fp32 and in a fixed order.
 
-    The copies have B · max_seqlen_k rows. If max_seqlen_k is no int, the host waits for the largest length, as for
-    backend="torch". Where it cannot, in a CUDA graph or under torch.compile, there is room for all keys in each sample.
-
-    A max_seqlen_k below the length of a sample is an error where the host may read that. Elsewhere the keys of such a
-    sample are NaN, and so are its result and its gradients.
+    The copies have B · max_seqlen_k rows. If max_seqlen_k is no int, the host waits for the largest length. Where it
+    cannot, in a CUDA graph or under torch.compile, there is room for all keys in each sample.
 
     Raises:
-        ValueError: on the CPU, a max_seqlen_k below the length of a sample.
+        ValueError: a max_seqlen_k below the length of a sample, where the host may read that. Elsewhere the keys of
+        such a sample are NaN, and so are its result and its gradients.
     """
     total, batch_size = k.shape[2], lengths.seqused_k.shape[0]
     begin, seqlen = _keys(lengths.cu_seqlens_k, lengths.seqused_k, total)
@@ -116,28 +113,26 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     if longest is not None and max_seqlen_k < longest:
         raise ValueError(f"max_seqlen_k must be at least the largest of seqused_k, {longest}, got {max_seqlen_k}")
     capacity = larger(smaller(max_seqlen_k, total), 1)
-    seqlen_own = seqlen.clamp(max=capacity)
-    ends = seqlen_own.cumsum(0)
-    row = torch.arange(batch_size * capacity, device=k.device)
-    sample = torch.searchsorted(ends, row, right=True).clamp(max=batch_size - 1)
-    own_begin = ends - seqlen_own
+    bounds = pad(seqlen.clamp(max=capacity).cumsum(0), (1, 0))
+    sample, row, _ = places_of_rows(bounds[:-1], seqlen, batch_size * capacity)
     # Rows after the last sample are copies of any keys: no row of q sees them, and their gradients are 0.
-    rows = torch.where(row < ends[-1], begin[sample] + row - own_begin[sample], row % total)
-    bounds = pad(ends, (1, 0)).int()
-    k, v = _take_rows(k, rows), _take_rows(v, rows)
+    rows = (begin[sample] + row) % total
+    k, v = (_take_rows(x[0].transpose(0, 1), rows) for x in (k, v))
     if longest is None and not is_known(capacity >= total):
         # By a factor, which gradients have too: masked_fill would make theirs 0.
-        factor = k.new_ones(batch_size).masked_fill(seqlen > capacity, float("nan"))[sample, None]
+        factor = k.new_ones(batch_size).masked_fill(seqlen > capacity, float("nan"))[sample, None, None]
         k, v = k * factor, v * factor
-    return k, v, lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
+    k, v = (x.transpose(0, 1)[None] for x in (k, v))
+    return k, v, lengths._replace(cu_seqlens_k=bounds.int(), seqused_k=None)
 
 
 # These two are ops, since torch.compile would make atomics of what is in the second one, and Dynamo of torch 2.11 loses
-# the gradient of an autograd.Function around it.
+# the gradient of an autograd.Function around it. Each is the derivative of the other. Second derivatives so reach a
+# kernel, whose error says that it has none.
 @torch.library.custom_op("minimal_attn::take_rows", mutates_args=())
 def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[:, :, rows] of x (1, H, T, D)."""
-    return x[:, :, rows].contiguous()  # heads that overlap would stay the innermost dimension
+    """x (T, ...) at the rows (N,): (N, ...), contiguous."""
+    return x.index_select(0, rows)
 
 
 @torch.library.custom_op("minimal_attn::add_rows", mutates_args=())
@@ -153,27 +148,18 @@ def _add_rows(parts: Tensor, rows: Tensor, total: int) -> Tensor:
     return sums.to(parts.dtype)
 
 
-_take_rows.register_fake(lambda x, rows: x.new_empty(*x.shape[:2], rows.shape[0], x.shape[3]))
-_add_rows.register_fake(lambda parts, rows, total: parts.new_empty(total, *parts.shape[1:]))
-
-
 def _save_rows(ctx, inputs, output):
     x, rows, *_ = inputs
     ctx.save_for_backward(rows)
-    ctx.total = x.shape[2]  # of _take_rows
+    ctx.total = x.shape[0]
 
 
-def _take_rows_backward(ctx, dout):
-    return _add_rows(dout[0].transpose(0, 1), ctx.saved_tensors[0], ctx.total).transpose(0, 1)[None], None
-
-
-def _add_rows_backward(ctx, dsums):
-    return _take_rows(dsums.transpose(0, 1)[None], ctx.saved_tensors[0])[0].transpose(0, 1), None, None
-
-
-_take_rows.register_autograd(_take_rows_backward, setup_context=_save_rows)
-# For second derivatives, which then reach a kernel, whose error says that it has none.
-_add_rows.register_autograd(_add_rows_backward, setup_context=_save_rows)
+_take_rows.register_fake(lambda x, rows: x.new_empty(*rows.shape, *x.shape[1:]))
+_add_rows.register_fake(lambda parts, rows, total: parts.new_empty(total, *parts.shape[1:]))
+_take_rows.register_autograd(lambda ctx, dout: (_add_rows(dout, *ctx.saved_tensors, ctx.total), None),
+                             setup_context=_save_rows)
+_add_rows.register_autograd(lambda ctx, dsums: (_take_rows(dsums, *ctx.saved_tensors), None, None),
+                            setup_context=_save_rows)
 
 
 def begins_and_lengths(cu_seqlens, total):

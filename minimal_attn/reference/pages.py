@@ -32,20 +32,17 @@ def check_fit(q, k, v, lengths, cache, names=OWN):
     capacity = capacity_of(k, cache)
     check_sizes(q, capacity)
     check_samples(lengths, q, capacity, names)
-    batch_size = lengths.num_samples(q)
-    sizes = {"B": batch_size}
-    for name, x in (("cache_batch_idx", cache.batch_idx), ("leftpad_k", cache.leftpad_k)):
+    batch_size, has_rows = lengths.num_samples(q), cache.page_table is not None and cache.batch_idx is None
+    for name, x in (("cache_batch_idx", cache.batch_idx), ("leftpad_k", cache.leftpad_k),
+                    ("page_table", cache.page_table if has_rows else None)):
         if x is not None:
-            check_tensor_of(name, x, q.device, sizes, names)
-    if cache.page_table is not None and cache.batch_idx is None:
-        check_tensor_of("page_table", cache.page_table, q.device, sizes, names)
-    elif cache.page_table is not None:
-        if is_known(cache.page_table.shape[0] == 0) and not is_known(batch_size == 0):
-            raise ValueError(f"{names.get('page_table', 'page_table')} must have rows for cache_batch_idx to number, "
-                             f"got {shown(cache.page_table)}")
-    elif cache.batch_idx is None and not holds(k.shape[0] == batch_size):
+            check_tensor_of(name, x, q.device, {"B": batch_size}, names)
+    if cache.page_table is cache.batch_idx is None and not holds(k.shape[0] == batch_size):
         raise ValueError("without cache_batch_idx and page_table, the cache must have as many sequences as there are "
                          f"samples, {batch_size}: {shapes_of(names, **tensors)}")
+    if cache.page_table is not None and is_known(cache.page_table.shape[0] == 0) and not is_known(batch_size == 0):
+        raise ValueError(f"{names.get('page_table', 'page_table')} must have rows for cache_batch_idx to number, got "
+                         f"{shown(cache.page_table)}")
 
 
 def check_rows(names=OWN, **caches):
@@ -115,22 +112,18 @@ def gathered(q, k, v, lengths, cache):
     sample's keys. For a packed q they are packed as well, with the same room for each sample. Values are clamped as
     kernels clamp them.
     """
-    num_sequences, nheads_k, size, _ = k.shape
     batch_size, capacity = lengths.num_samples(q), capacity_of(k, cache)
-    key = torch.arange(capacity, device=k.device).expand(batch_size, -1)
-    seqused = key.new_full((batch_size,), capacity) if lengths.seqused_k is None else lengths.seqused_k.long()
-    seqused = seqused.clamp(0, capacity)[:, None]
+    sample, key = torch.arange(batch_size, device=k.device)[:, None], torch.arange(capacity, device=k.device)
+    seqused = torch.full_like(sample, capacity) if lengths.seqused_k is None else lengths.seqused_k.long()[:, None]
+    seqused = seqused.clamp(0, capacity)
     if cache.leftpad_k is not None:
         leftpad = cache.leftpad_k.long()[:, None].clamp(min=0)
         key, seqused = key + leftpad, (seqused - leftpad).clamp(min=0)
-    if not is_known(num_sequences == 0):
-        sample = torch.arange(batch_size, device=k.device)[:, None]
-        sequence, place = place_in_cache(sample, key.clamp(max=capacity - 1), cache, size)
-        k, v = (x[sequence.clamp(0, num_sequences - 1), :, place].transpose(1, 2) for x in (k, v))
-    else:
-        k, v = (x.new_zeros(batch_size, nheads_k, capacity, x.shape[-1]) for x in (k, v))
+    sequence, place = place_in_cache(sample, key.clamp(max=capacity - 1), cache, k.shape[2])
+    sequence, place = torch.broadcast_tensors(sequence.clamp(0, k.shape[0] - 1), place)
+    k, v = (x[sequence, :, place].transpose(1, 2) for x in (k, v))
+    lengths = lengths._replace(seqused_k=seqused[:, 0].int())
     if not lengths.is_packed:
-        return k, v, lengths._replace(seqused_k=seqused[:, 0].int())
-    begin = torch.arange(batch_size + 1, dtype=torch.int32, device=k.device) * capacity
+        return k, v, lengths
     k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (k, v))
-    return k, v, lengths._replace(cu_seqlens_k=begin, seqused_k=seqused[:, 0].int())
+    return k, v, lengths._replace(cu_seqlens_k=torch.arange(batch_size + 1, device=k.device).int() * capacity)
