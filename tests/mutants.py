@@ -307,7 +307,7 @@ MUTANTS = [
     ("minimal_attn/backends/auto.py", "fp8_goes_to_csrc", 'return "triton"', "return _first_available()",
      "facade/test_backend_choice.py -k fp8"),
     ("minimal_attn/integrations/transformers.py", "bias_hides_nothing",
-     "position_bias.masked_fill(~bias, -torch.inf) if", "position_bias if",
+     "(position_bias.masked_fill(~bias, -torch.inf) if", "(position_bias if",
      "integrations/test_transformers_scores.py -k t5"),
 ]
 

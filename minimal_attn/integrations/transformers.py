@@ -92,16 +92,21 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
         key, value = key[:, :, :mask.num_keys], value[:, :, :mask.num_keys]
     cu_seqlens, bias = _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids)
     if position_bias is not None:
-        bias = _added(position_bias[..., :key.shape[2]], bias)
+        position_bias = position_bias[..., :key.shape[2]]
+        if bias is not None:
+            position_bias = (position_bias.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool
+                             else position_bias + bias)
+        bias = position_bias
     options = dict(causal=mask.causal, sm_scale=scaling, dropout_p=dropout, deterministic=bool(deterministic),
                    window_size=mask.window, sinks=s_aux, softcap=0 if softcap is None else softcap, attn_bias=bias,
                    backend=backend)
-    if cu_seqlens is not None:
-        out = _packed(query, key, value, cu_seqlens, options)
-    else:
+    if cu_seqlens is None:
         out = flash_attention(query, key, value, seqused_q=mask.seqused_q, seqused_k=mask.seqused_k, **options)
-        out = out.transpose(1, 2)
-    return out.contiguous(), None  # models take views of it; no copy if query lies in memory as (B, Sq, H, D)
+    else:  # of sequences that lie one after the other in the flattened batch
+        q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
+        out = flash_attention(q, k, v, cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1], **options)
+        out = out[0].unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
+    return out.transpose(1, 2).contiguous(), None  # models take views of it; no copy if query lies in memory as (B, Sq, H, D)
 
 
 def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q):
@@ -113,8 +118,7 @@ def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
         if (rows, keys) != (attention_mask.q_length, attention_mask.kv_length):
             raise ValueError(f"attention_mask is for {attention_mask.q_length} rows and {attention_mask.kv_length} "
                              f"keys, but the layer has {rows} rows and {keys} keys")
-        bias = attention_mask.keys
-        return attention_mask, None if bias is None else bias[:, None, None]
+        return attention_mask, None if attention_mask.keys is None else attention_mask.keys[:, None, None]
     if attention_mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if causal and rows > 1 and rows != keys and cu_seq_lens_q is None:
@@ -126,13 +130,6 @@ def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
         raise ValueError("attention_mask must broadcast to (B, H, Sq, Sk) and have 4 dimensions, got "
                          f"{shown(attention_mask)}")
     return Mask(rows, keys, False, NO_WINDOW, keys), attention_mask
-
-
-def _added(position_bias, bias):
-    """Adds a bias to position_bias. Where a bias of bool is False, the result is -inf."""
-    if bias is None:
-        return position_bias
-    return position_bias.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else position_bias + bias
 
 
 def _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
@@ -155,9 +152,3 @@ def _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
     found = cu_seqlens_of(position_ids, query.shape[0])
     return None if found is None else (found, found), bias
 
-
-def _packed(query, key, value, cu_seqlens, options):
-    """(B, S, H, D) of sequences that lie one after the other in the flattened batch."""
-    q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-    out = flash_attention(q, k, v, cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1], **options)
-    return out[0].transpose(0, 1).unflatten(0, (query.shape[0], query.shape[2]))

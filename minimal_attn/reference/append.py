@@ -37,8 +37,8 @@ def check_append(k, v, k_cache, v_cache, append, names=OWN):
                          f"{shapes_of(names, k=k, v=v, k_cache=k_cache, v_cache=v_cache)}")
     _check_writable(names, k_cache=k_cache, v_cache=v_cache)
     _check_rotary(k, batch_size, append)
-    values = lengths.cu_seqlens_q, append.seqused_k, append.page_table, append.batch_idx, append.rotary_seqlens
-    if not k.is_cuda and all(x is None or can_read(x) for x in (*values, append.cu_seqlens_q)):
+    values = append.seqused_k, *cache, *lengths, append.rotary_seqlens, append.cu_seqlens_q
+    if not k.is_cuda and all(can_read(x) for x in values if isinstance(x, Tensor)):
         _check_values(k, k_cache, append, cache, names)
 
 
@@ -107,8 +107,9 @@ def _check_values(k, k_cache, append, cache, names):
     if append.q is not None:
         num_q = _num_rows(append.q, append.cu_seqlens_q)
         rows = [max(n, m if append.q_advances else min(m, 1)) for n, m in zip(num_new, num_q)]
-    starts = begins if append.rotary_seqlens is None else append.rotary_seqlens.tolist()
-    name = seqused_k if append.rotary_seqlens is None else "rotary_seqlens"
+    name, starts = seqused_k, begins
+    if append.rotary_seqlens is not None:
+        name, starts = "rotary_seqlens", append.rotary_seqlens.tolist()
     for b, (start, n) in enumerate(zip(starts, rows)):
         if start < 0 or n and start + n > append.rotary_cos.shape[0]:
             raise ValueError(f"rotary_cos has {append.rotary_cos.shape[0]} positions, and sample {b} needs those from "

@@ -33,9 +33,8 @@ def activate() -> None:
 
     This is scaled_dot_product_attention, with masks as well, torch.nn.attention.varlen.varlen_attn, nested tensors and
     torch's context parallelism, eager and compiled. Calls that our kernels do not serve stay with torch's: dropout,
-    float32 and all else that docs/integrations.md lists. It is for the whole process, until deactivate. Activating
-    twice is the same as once. An implementation that torch.nn.attention.activate_flash_attention_impl activated before,
-    such as "FA3", is replaced.
+    float32 and all else that docs/integrations.md lists. It is for the whole process, until deactivate. An
+    implementation that torch.nn.attention.activate_flash_attention_impl activated before, such as "FA3", is replaced.
 
     csrc is compiled here if it is not yet. This may initialize CUDA: fork before it, not after it.
 
@@ -62,13 +61,8 @@ def deactivate() -> None:
 
 @contextlib.contextmanager
 def activated() -> Iterator[None]:
-    """activate within a with statement; at its end, what was active before it is active again. They may be nested.
-
-    It is for the whole process as well, not for one thread.
-
-    Raises:
-        RuntimeError: as activate.
-    """
+    """activate within a with statement, for the whole process as well. At its end, what was active before it is active
+    again. They may be nested. RuntimeError as activate."""
     with _lock:
         before = current_flash_attention_impl()
         activate()
@@ -91,14 +85,13 @@ def _load():
 class _Overrides:
     """The functions of aten.py and csrc/binding/sdpa_override.cpp as the kernels of aten's ops, until remove."""
 
-    def __init__(self, key: str):
-        originals = {name: torch.library.get_kernel(f"aten::{name}", key) for name in OPS}
-        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[key])
+    def __init__(self, key: str = "CUDA"):
+        _load()
         self._library = torch.library.Library("aten", "IMPL", key)
         with warnings.catch_warnings():  # torch warns of every kernel that replaces one
             warnings.simplefilter("ignore")
             for name, serve in OPS.items():
-                self._library.impl(name, _or_original(serve, originals[name], keys), key)
+                self._library.impl(name, _or_original(serve, name, key), key)
             of_cpp = getattr(_build.load(), "SdpaOverride", None)  # the library of the wheel has none
             self._override = of_cpp and of_cpp(key)
         _kept.extend(torch.library.get_kernel(f"aten::{name}", key) for name in OPS)
@@ -109,7 +102,10 @@ class _Overrides:
         self._library = None  # its destructor takes the kernels out
 
 
-def _or_original(serve, original, keys):
+def _or_original(serve, name, key):
+    original = torch.library.get_kernel(f"aten::{name}", key)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[key])
+
     def kernel(*args, **kwargs):
         with contextlib.suppress(Unserved):
             return serve(*args, **kwargs)
@@ -118,9 +114,4 @@ def _or_original(serve, original, keys):
     return kernel
 
 
-def _register(key: str = "CUDA") -> _Overrides:
-    _load()
-    return _Overrides(key)
-
-
-register_flash_attention_impl(NAME, register_fn=_register)
+register_flash_attention_impl(NAME, register_fn=_Overrides)

@@ -18,7 +18,6 @@ slopes torch does not hand to the backward pass.
 Read next: activation.py, which puts these functions in the place of torch's kernels.
 """
 
-import functools
 import math
 
 import torch
@@ -76,13 +75,9 @@ def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LEN
     return [x if is_needed else None for x, is_needed in zip((dq, dk, dv, dbias), needed)]
 
 
-# The ops return these tensors for the dropout of their backward pass. Nothing reads them where there is no dropout.
-def _flash_rng(x):
-    return x.new_empty(2, dtype=torch.uint64), x.new_empty((), dtype=torch.uint64)
-
-
-def _rng(x):
-    return x.new_empty((), dtype=torch.int64), x.new_empty((), dtype=torch.int64)
+def _rng(x, shape=(), dtype=torch.int64):
+    """The ops return these tensors for the dropout of their backward pass. Nothing reads them without dropout."""
+    return x.new_empty(shape, dtype=dtype), x.new_empty((), dtype=dtype)
 
 
 # flash.
@@ -90,7 +85,7 @@ def _rng(x):
 def sdpa_flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     _leave_if(dropout_p, return_debug_mask, value.shape[-1] != query.shape[-1])
     out, lse = _attend(query, key, value, scale, CAUSAL if is_causal else NO_WINDOW)
-    return out, lse, None, None, query.shape[2], key.shape[2], *_flash_rng(query), query.new_empty(0)
+    return out, lse, None, None, query.shape[2], key.shape[2], *_rng(query, 2, torch.uint64), query.new_empty(0)
 
 
 def sdpa_flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
@@ -106,41 +101,37 @@ def flash(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_c
     # num_splits is advice: the bits of our results depend on no split and, in a packed batch, on no other sample.
     _leave_if(dropout_p, return_debug_mask, value.shape[-1] != query.shape[-1],
               *(x is not None for x in (alibi_slopes, block_table, *of_later_versions.values())))
-    heads_first, rows_first, lengths = _layout(query, cum_seq_q, cum_seq_k, seqused_k)
-    window = _window(window_size_left, window_size_right, is_causal)
-    out, lse = _attend(*map(heads_first, (query, key, value)), scale, window, lengths=lengths)
+    lengths = _lengths(query, cum_seq_q, cum_seq_k, seqused_k)
+    out, lse = _attend(*map(_heads_first, (query, key, value)), scale,
+                       _window(window_size_left, window_size_right, is_causal), lengths=lengths)
     lse = lse if cum_seq_q is None else lse.squeeze(0)
-    return rows_first(out), lse, *_flash_rng(query), query.new_empty(0)
+    return _rows_first(out, query.ndim), lse, *_rng(query, 2, torch.uint64), query.new_empty(0)
 
 
 def flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
                    is_causal, rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None):
     _leave_if(dropout_p, grad_out is None)
-    heads_first, rows_first, lengths = _layout(query, cum_seq_q, cum_seq_k)
+    lengths = _lengths(query, cum_seq_q, cum_seq_k)
     lse = logsumexp if cum_seq_q is None else logsumexp.unsqueeze(0)
-    gradients = _gradients(*map(heads_first, (grad_out, query, key, value, out)), lse, scale,
+    gradients = _gradients(*map(_heads_first, (grad_out, query, key, value, out)), lse, scale,
                            _window(window_size_left, window_size_right, is_causal), lengths=lengths)
-    return tuple(map(rows_first, gradients[:3]))
+    return tuple(_rows_first(x, query.ndim) for x in gradients[:3])
 
 
-def _layout(query, cum_seq_q, cum_seq_k, seqused_k=None):
-    """(heads_first, rows_first, lengths): views from the op's layout to (B, H, S, D) and back."""
-    if cum_seq_q is None and cum_seq_k is None and seqused_k is None and query.ndim == 4:
-        return _swapped, _swapped, NO_LENGTHS
+def _lengths(query, cum_seq_q, cum_seq_k, seqused_k=None):
+    """The Lengths of query, (B, S, H, D) without any or (T, H, D) with both cum_seq."""
+    if cum_seq_q is cum_seq_k is seqused_k is None and query.ndim == 4:
+        return NO_LENGTHS
     _leave_if(cum_seq_q is None, cum_seq_k is None, query.ndim != 3)
-    return _as_batch, _as_packed, (cum_seq_q, cum_seq_k, None, seqused_k)
+    return cum_seq_q, cum_seq_k, None, seqused_k
 
 
-def _swapped(x):
-    return x.transpose(1, 2)
+def _heads_first(x):
+    return x.transpose(-3, -2) if x.ndim == 4 else x.transpose(-3, -2).unsqueeze(0)
 
 
-def _as_batch(x):
-    return x.transpose(0, 1).unsqueeze(0)
-
-
-def _as_packed(x):
-    return x.squeeze(0).transpose(0, 1)
+def _rows_first(x, ndim):
+    return x.transpose(1, 2) if ndim == 4 else x.transpose(1, 2).squeeze(0)
 
 
 def _window(left, right, is_causal):
@@ -231,14 +222,9 @@ def sdpa_efficient_backward(grad_out_, query, key, value, attn_bias, out, logsum
 def _check_efficient(query, key, attn_bias, dropout_p, is_causal):
     """Unserved unless heads are those of torch's kernel, our kernels take the bias, and they have tensor cores here."""
     _leave_if(dropout_p, query.ndim != 4, key.shape[1] != query.shape[1])
-    _leave_if(query.is_cuda and not _is_ampere(query.device))
+    _leave_if(query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0))
     if attn_bias is not None:
         _leave_if(attn_bias.ndim != 4, is_causal, not _is_taken(attn_bias, query))
-
-
-@functools.cache
-def _is_ampere(device):
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _rows_before_heads(x):
