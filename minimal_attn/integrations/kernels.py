@@ -49,7 +49,8 @@ def write(folder: str | Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write the kernel to a folder and print how to use it.")
+    """Write the kernel to a folder and print how to use it."""
+    parser = argparse.ArgumentParser(prog="python -m minimal_attn.integrations.kernels", description=main.__doc__)
     parser.add_argument("folder", help="where to write the kernel")
     print(f"export LOCAL_KERNELS={write(parser.parse_args(argv).folder)}")
 

@@ -2,8 +2,8 @@
 
 transformers describes a mask by a function of the indices of a row and a key, and by the padding of the batch.
 make_mask recognizes causal masks, sliding windows and packed sequences, and returns a Mask of them: kernels skip what
-these hide. Any other function becomes a dense mask of bool. Both mean something to our attention alone, so that models
-that compute their attention themselves are refused. Read next: transformers.py, which computes attention by a Mask.
+these hide. Any other function becomes a dense mask of bool. Read next: transformers.py, which computes attention by a
+Mask.
 """
 
 from __future__ import annotations
@@ -30,36 +30,26 @@ HINT = 'This model reads or changes its mask, or adds it to scores itself: use a
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """Which keys a row sees, without a dense tensor. Only attend of transformers.py reads it: all else raises an error.
-
-    q_length, kv_length: the rows and keys that a layer must have, which are Sq and Sk below. A mask that hides nothing
-        fits any number of keys.
-    causal: row i sees the keys j <= i + num_keys - Sq, or by the lengths of its sample, as in flash_attention.
-    window: (left, right), as in flash_attention.
-    num_keys: only the first of the keys count; a static cache has room for more.
-    keys: bool (B, num_keys), True where a key is no padding, or None.
-    seqused_q, seqused_k: int32 (B,), the lengths of each sample, or None.
-    cu_seqlens: int32 (N + 1,), where the sequences of the flattened batch begin, or None.
-    is_padded: the model has got an attention_mask, which may be all ones. As for eager attention, position_ids then
-        separate no sequences.
-    """
+    A layer must have q_length rows and kv_length keys, but a mask that hides nothing fits any number of keys."""
 
     q_length: int
     kv_length: int
-    causal: bool
-    window: tuple[int, int]
-    num_keys: int
-    keys: Tensor | None = None
-    seqused_q: Tensor | None = None
+    causal: bool  # row i sees the keys j <= i + num_keys - q_length, or by the lengths of its sample
+    window: tuple[int, int]  # (left, right), as in flash_attention
+    num_keys: int  # only the first of the keys count; a static cache has room for more
+    keys: Tensor | None = None  # bool (B, num_keys), True where a key is no padding
+    seqused_q: Tensor | None = None  # int32 (B,), the lengths of each sample
     seqused_k: Tensor | None = None
-    cu_seqlens: Tensor | None = None
+    cu_seqlens: Tensor | None = None  # int32 (N + 1,), where the sequences of the flattened batch begin
+    # The model has got an attention_mask, which may be all ones: as for eager attention, position_ids then separate no
+    # sequences.
     is_padded: bool = False
 
     ndim = 4  # generate() asks for it, and calls contiguous()
 
     @property
     def shape(self):
-        """The shape (1, 1, rows, keys). Parts of a model that get the mask of another part ask for it. make_mask then
-        returns this mask."""
+        """Parts of a model that get the mask of another part ask for it. make_mask then returns this mask."""
         return torch.Size((1, 1, self.q_length, self.kv_length))
 
     @property
@@ -161,24 +151,20 @@ def pattern_of(mask_function) -> Pattern | None:
     return Pattern(any(x.causal for x in patterns), (left, right), *sequences)
 
 
-def _models_of(config_class, base=PreTrainedModel):
+def _models(base=PreTrainedModel):
     for model in base.__subclasses__():
-        if model.config_class is config_class:
-            yield model
-        yield from _models_of(config_class, model)
+        yield model
+        yield from _models(model)
 
 
 @functools.cache
 def _attends_itself(config_class) -> bool:
-    """Whether transformers' models of this config compute their attention themselves, as it judges by their source.
-
-    It judges so where set_attn_implementation is called, but takes any registered name when it builds a model. Models
-    from elsewhere are not judged: if they read a Mask, that raises an error.
-    """
+    """Whether transformers' models of this config compute their attention themselves. It judges by their source where
+    set_attn_implementation is called, but not when it builds a model. Models from elsewhere are not judged: if they
+    read a Mask, that raises an error."""
     for base in config_class.__mro__:
-        found = [model._can_set_attn_implementation() for model in _models_of(base)
-                 if model.__module__.startswith("transformers.")]
-        if found:
+        if found := [model._can_set_attn_implementation() for model in _models()
+                     if model.config_class is base and model.__module__.startswith("transformers.")]:
             return not any(found)
     return False
 
@@ -195,8 +181,7 @@ def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_fun
 
     Args:
         batch_size, q_length, kv_length: B, and how many rows and keys a layer will have.
-        q_offset, kv_offset: indices of the first row and key in the sequence, q_offset also in a tensor.
-        mask_function: of these indices.
+        q_offset, kv_offset: indices of the first row and key in the sequence, of which mask_function is a function.
         attention_mask: None, bool (B, keys so far), True where a token is valid, or a Mask, which is returned.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether the model can do without a tensor.
         config: of the model.
@@ -237,13 +222,10 @@ def _cu_seqlens(is_first):
 
 
 def can_read(x) -> bool:
-    """Whether the host may read x: nothing traces, x has values of its own, and no CUDA graph is captured.
-
-    A mode that only watches, such as a profiler, does not count: it must not change what a mask means.
-    """
-    if is_tracing(x) or x.is_meta:
-        return False
-    return get_proxy_mode() is None and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    """Whether the host may read x: nothing traces, x has values of its own, and no CUDA graph is captured. A mode that
+    only watches, such as a profiler, does not count: it must not change what a mask means."""
+    return not (is_tracing(x) or x.is_meta or get_proxy_mode() is not None
+                or torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 _LAST = threading.local()  # what cu_seqlens_of found last
@@ -252,8 +234,8 @@ _LAST = threading.local()  # what cu_seqlens_of found last
 def cu_seqlens_of(position_ids, batch_size) -> Tensor | None:
     """_cu_seqlens of sequences that begin where position_ids (B or 1, S) do not ascend, or None if all ascend.
 
-    With a cache, transformers gives make_mask no positions, but it gives them to each layer. The host waits for the
-    first layer alone: the others of a forward pass find the result by the same tensor. position_ids must be readable.
+    With a cache, transformers gives positions to each layer, and none to make_mask. The host waits for the first layer
+    alone: the others of a forward pass find the result by the same tensor. position_ids must be readable.
     """
     version = None if position_ids.is_inference() else position_ids._version  # inference tensors have no version
     known = getattr(_LAST, "found", None)

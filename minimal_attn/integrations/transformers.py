@@ -69,13 +69,12 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
         query: (B, H, Sq, D); key, value: (B, Hk, Sk, D), value also with another head_dim.
         attention_mask: of make_mask, or a tensor that broadcasts to (B, H, Sq, Sk), as attn_bias of flash_attention.
             is_causal counts only where it is None.
-        dropout, scaling, softcap, s_aux, deterministic: dropout_p, sm_scale, softcap, sinks and deterministic of
-            flash_attention. None is no softcap and not deterministic.
+        dropout, scaling, softcap, s_aux, deterministic, backend: dropout_p, sm_scale, softcap, sinks, deterministic and
+            backend of flash_attention. None is no softcap and not deterministic.
         position_bias: added to the scores, broadcastable to (B, H, Sq, Sk).
         cu_seq_lens_q, cu_seq_lens_k: cu_seqlens_q and cu_seqlens_k of flash_attention, of the flattened batch.
         position_ids: (B or 1, Sq). Where the positions of a causal layer begin anew, a new sequence begins, unless the
             model has got an attention_mask or cu_seq_lens_q. make_mask sees to this where there is no cache.
-        backend: of flash_attention.
         others: what does not change attention, or is refused.
 
     Returns:
@@ -88,8 +87,7 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
         if others.get(name) is not None and others[name] is not False:
             raise NotImplementedError(f"minimal_attn does not serve {what}, but {name} is given")
     mask, bias = _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
-    if mask.num_keys != key.shape[2]:
-        key, value = key[:, :, :mask.num_keys], value[:, :, :mask.num_keys]
+    key, value = key[:, :, :mask.num_keys], value[:, :, :mask.num_keys]
     cu_seqlens, bias = _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids)
     if position_bias is not None:
         position_bias = position_bias[..., :key.shape[2]]
@@ -106,7 +104,8 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
         q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
         out = flash_attention(q, k, v, cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1], **options)
         out = out[0].unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
-    return out.transpose(1, 2).contiguous(), None  # models take views of it; no copy if query lies in memory as (B, Sq, H, D)
+    # Models take views of it. There is no copy if query lies in memory as (B, Sq, H, D).
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q):
@@ -136,16 +135,15 @@ def _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
     """Returns (cu_seqlens of queries and keys, or None if the batch is not packed; bias). Where the host cannot read
     the positions, the bias separates the sequences."""
     if mask.cu_seqlens is not None:
-        return (mask.cu_seqlens, mask.cu_seqlens), bias
+        return (mask.cu_seqlens,) * 2, bias
     has_lengths = bias is not None or mask.seqused_k is not None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if has_lengths:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k cannot be given together with padding or another mask. "
                              "Under torch.compile without a cache there always is a mask: give position_ids alone")
         return tuple(None if x is None else x.int() for x in (cu_seq_lens_q, cu_seq_lens_k)), bias
-    rows = query.shape[2]
-    if has_lengths or mask.is_padded or not mask.causal or mask.num_keys != rows or position_ids is None or (
-            position_ids.ndim != 2 or position_ids.shape[1] != rows):
+    if has_lengths or mask.is_padded or not mask.causal or position_ids is None or position_ids.ndim != 2 or not (
+            mask.num_keys == query.shape[2] == position_ids.shape[1]):
         return None, bias
     if not can_read(position_ids):
         return None, same_sequence(position_ids)

@@ -45,29 +45,25 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
                         attn_bias: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
-    The same function as flash_attention, which describes arguments and errors, but torch.autocast casts nothing here.
-    Differentiable.
+    The same function as flash_attention, which describes arguments, results and errors, but torch.autocast casts
+    nothing here. Differentiable. dropout.py says which probabilities dropout_seed drops.
 
     Args:
         q: (B, H, Sq, D) or (B·H, Sq, D), float32, float16, bfloat16 or float64.
         k, v: (B, Hk, Sk, D), H a multiple of Hk, or (B·H, Sk, D).
         max_seqlen_q, max_seqlen_k: checked, but not used.
-        All others: as for flash_attention. dropout.py says which probabilities dropout_seed drops.
 
     Returns:
         out, of q's shape, with v's head_dim, and q's dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or
-        (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log, of the scores before dropout. A row that sees no key has
-        out 0 and lse -inf, or its sink.
+        (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log, of the scores before dropout.
     """
     check_qkv(q, k, v, DTYPES)
     check_max_seqlens(max_seqlen_q, max_seqlen_k)
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
                     dropout_p=dropout_p, dropout_seed=dropout_seed)
     options = checked_options(given, q, k, causal, window_size, seq_lens)
-    if q.ndim == 3:
-        out, lse = (x.squeeze(1) for x in reference_forward(*(x.unsqueeze(1) for x in (q, k, v)), options))
-    else:
-        out, lse = reference_forward(q, k, v, options)
+    out, lse = reference_forward(*(x if q.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), options)
+    out, lse = (x if q.ndim == 4 else x.squeeze(1) for x in (out, lse))
     return (out, lse) if return_lse else out
 
 
@@ -122,8 +118,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, d
     Args:
         q, k, v: (B, N, D), one float dtype; the sums are kept in fp32 (fp64 for fp64 inputs).
         block_size: keys per block, at least 1.
-        dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p). Applied whenever
-            it is above 0, as torch's scaled_dot_product_attention does.
+        dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p).
 
     Returns:
         (B, N, D), with v's head_dim, in q's dtype.

@@ -1,8 +1,7 @@
 """Packed batches: samples of different lengths one after the other, without padding between them.
 
-unpad_input and pad_input go from a padded batch to a packed one and back. as_padded gives a packed batch to backends
-that know padded ones alone, and with_own_keys gives one whose samples share keys to those that have no gradients of
-it. Read next: ../checks.py, what is checked of lengths.
+unpad_input and pad_input go from a padded batch to a packed one and back. as_padded is for backends that know padded
+batches alone, with_own_keys for those without gradients of keys that samples share. Read next: ../checks.py.
 """
 
 import torch
@@ -24,7 +23,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
 
     Returns:
         (packed (T, ...), indices int64 (T,) of its rows in hidden_states.flatten(0, 1), cu_seqlens int32 (B + 1,), the
-        largest length, seqused int32 (B,), the lengths).
+        largest length, the lengths int32 (B,)).
 
     Raises:
         TypeError: what is no dense tensor, or a mask of another dtype. ValueError: a wrong shape or device.
@@ -54,15 +53,12 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         TypeError: what is no dense tensor, indices that are not int64, or a size that is no int. ValueError: a wrong
         shape, size or device, or more rows than the padded batch has.
     """
-    x = hidden_states
+    x, total = hidden_states, check_number("batch", batch) * check_number("seqlen", seqlen)
     check_tensor("hidden_states", x)
-    check_number("batch", batch)
-    check_number("seqlen", seqlen)
     check_tensor_of("indices", indices, x.device, shapes=(x.shape[:1],))
-    if not holds(x.shape[0] <= batch * seqlen):
-        raise ValueError(f"hidden_states has {x.shape[0]} rows, more than batch · seqlen = {batch * seqlen}")
-    padded = x.new_zeros(batch * seqlen, *x.shape[1:]).index_copy(0, indices, x)
-    return padded.unflatten(0, (batch, seqlen))
+    if not holds(x.shape[0] <= total):
+        raise ValueError(f"hidden_states has {x.shape[0]} rows, more than batch · seqlen = {total}")
+    return x.new_zeros(total, *x.shape[1:]).index_copy(0, indices, x).unflatten(0, (batch, seqlen))
 
 
 def check_mask(name, mask, x):
@@ -75,10 +71,8 @@ def check_mask(name, mask, x):
 
 
 def as_padded(forward, q, k, v, options):
-    """(out, lse) of a packed batch, by a Backend's forward of padded batches.
-
-    Each sample is copied to the start of rows of its own, so nothing of the others can reach it.
-    """
+    """(out, lse) of a packed batch, by a Backend's forward of padded batches. Each sample is copied to rows of its own,
+    so nothing of the others can reach it."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = options.lengths
     begin_q, seqlen_q = begins_and_lengths(cu_seqlens_q, q.shape[2])
     if seqused_q is not None:
@@ -170,8 +164,7 @@ def begins_and_lengths(cu_seqlens, total):
 
 
 def places_of_rows(begin, seqlen, total):
-    """(total,) each, of the rows of a packed batch: their samples, their numbers within these, and whether they are
-    padding."""
+    """(total,) each, of the rows of a packed batch: sample, number within it, and whether the row is padding."""
     row = torch.arange(total, device=begin.device)
     sample = torch.searchsorted(begin.cummax(0).values, row, right=True) - 1
     row = row - begin[sample]
@@ -187,6 +180,5 @@ def _keys(cu_seqlens_k, seqused_k, total):
 def _padded_rows(begin, seqlen, total):
     """Row numbers (B, S) in the packed tensor of each row of the padded one. S is the length of the longest sample, or
     `total` where the lengths cannot be read."""
-    longest = max(1, int(seqlen.max())) if can_read(seqlen) else total
-    rows = begin[:, None] + torch.arange(min(longest, total), device=begin.device)
-    return rows.clamp(max=total - 1)
+    longest = min(max(1, int(seqlen.max())), total) if can_read(seqlen) else total
+    return (begin[:, None] + torch.arange(longest, device=begin.device)).clamp(max=total - 1)

@@ -14,19 +14,24 @@ def check_cached(q, k, v, lengths, cache, names=OWN):
     """Raise unless q (B, H, Sq, D) or packed (1, H, Tq, D), a cache in k (N, Hk, S, D) and v, lengths and cache fit
     together, and the keys that the samples use are there. v may have another head_dim. check_dtype follows."""
     check_fit(q, k, v, lengths, cache, names)
-    values = *lengths, cache.leftpad_k, cache.batch_idx, cache.page_table
-    if not q.is_cuda and all(x is None or can_read(x) for x in values):
-        _check_values(k, lengths.num_samples(q), lengths.seqused_k, cache, names)
+    if q.is_cuda or not all(x is None or can_read(x) for x in (*lengths, *cache[:3])):
+        return
+    batch_size, seqused_k = lengths.num_samples(q), lengths.seqused_k
+    ends = [capacity_of(k, cache)] * batch_size if seqused_k is None else seqused_k.tolist()
+    begins = [0] * batch_size if cache.leftpad_k is None else cache.leftpad_k.tolist()
+    for b, (begin, end) in enumerate(zip(begins, ends)):
+        check_index("leftpad_k", begin, end + 1, f"sample {b}", names)
+        check_sequences(f"sample {b}", b, begin, end, k, cache, names)
 
 
-def check_fit(q, k, v, lengths, cache, names=OWN):
-    """check_cached, but for the values of cache, which say where the keys of a sample are."""
+def check_fit(q, k, v, lengths, cache, names=OWN, is_written=False):
+    """check_cached, but for the values of cache, which say where a sample's keys are. is_written: as check_rows."""
     tensors = {"q": q, "k_cache": k, "v_cache": v}
     check_alike(None, names, **tensors)
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"Expected 4D tensors: {shapes_of(names, **tensors)}")
     check_heads(q, k, v, names, "k_cache", "v_cache")
-    check_rows(names, k_cache=k, v_cache=v)
+    check_rows(names, is_written, k_cache=k, v_cache=v)
     if cache.page_table is not None:
         check_tensor_of("page_table", cache.page_table, q.device, names=names)
     capacity = capacity_of(k, cache)
@@ -45,27 +50,22 @@ def check_fit(q, k, v, lengths, cache, names=OWN):
                          f"{shown(cache.page_table)}")
 
 
-def check_rows(names=OWN, **caches):
-    """ValueError unless the last dimension of each cache is contiguous."""
+def check_rows(names=OWN, is_written=False, **caches):
+    """ValueError unless the last dimension of each cache is contiguous, or if one is written whose elements share
+    memory, so that a row is not written alone."""
     for name, x in caches.items():
         if not holds(x.stride(-1) == 1):
             raise ValueError(f"{names.get(name, name)} must be contiguous in its last dimension, since no cache is "
                              f"copied, got strides {x.stride()}")
+        if is_written and any(is_known(step == 0) and is_known(size > 1) for step, size in zip(x.stride(), x.shape)):
+            raise ValueError(f"{names.get(name, name)} cannot be written, since its elements share memory: shape "
+                             f"{tuple(x.shape)}, strides {x.stride()}")
 
 
 def capacity_of(k, cache):
     """How many keys a sample has room for: none in a cache without sequences."""
     sequences = 1 if cache.page_table is None else cache.page_table.shape[1]
     return 0 if is_known(k.shape[0] == 0) else k.shape[2] * sequences
-
-
-def _check_values(k, batch_size, seqused_k, cache, names):
-    """ValueError unless the samples use keys that the cache has. seqused_k is checked."""
-    ends = [capacity_of(k, cache)] * batch_size if seqused_k is None else seqused_k.tolist()
-    begins = [0] * batch_size if cache.leftpad_k is None else cache.leftpad_k.tolist()
-    for b, (begin, end) in enumerate(zip(begins, ends)):
-        check_index("leftpad_k", begin, end + 1, f"sample {b}", names)
-        check_sequences(f"sample {b}", b, begin, end, k, cache, names)
 
 
 def check_sequences(whose, b, begin, end, k, cache, names):
@@ -108,14 +108,13 @@ def over_gathered(forward):
 
 
 def gathered(q, k, v, lengths, cache):
-    """(k, v, lengths) of the batch that a cache stands for: copies (B, Hk, capacity, D), with anything beyond a
-    sample's keys. For a packed q they are packed as well, with the same room for each sample. Values are clamped as
-    kernels clamp them.
-    """
+    """(k, v, lengths) of the batch that a cache stands for: copies (B, Hk, capacity, D), with anything beyond the keys
+    of a sample. For a packed q they are packed, with the same room for each. Values are clamped as in kernels."""
     batch_size, capacity = lengths.num_samples(q), capacity_of(k, cache)
     sample, key = torch.arange(batch_size, device=k.device)[:, None], torch.arange(capacity, device=k.device)
-    seqused = torch.full_like(sample, capacity) if lengths.seqused_k is None else lengths.seqused_k.long()[:, None]
-    seqused = seqused.clamp(0, capacity)
+    seqused = torch.full_like(sample, capacity)
+    if lengths.seqused_k is not None:
+        seqused = lengths.seqused_k.long().clamp(0, capacity)[:, None]
     if cache.leftpad_k is not None:
         leftpad = cache.leftpad_k.long()[:, None].clamp(min=0)
         key, seqused = key + leftpad, (seqused - leftpad).clamp(min=0)

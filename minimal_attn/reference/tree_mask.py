@@ -40,13 +40,9 @@ def _check_tokens(seqlen):
 
 
 def check_tree_mask(tree_mask, q, causal, others):
-    """The words (B, Sq) of tree_mask, which is bool or already words, as attention_with_kvcache describes it. Their last
-    dimension is contiguous. q (B, H, Sq, D) is checked.
-
-    TypeError for what is no dense tensor of bool or int64, ValueError for a wrong shape or device and together with
-    causal. NotImplementedError together with one of the others, which are {name of an argument: (whether it is given,
-    what to do instead)}.
-    """
+    """The words (B, Sq) of tree_mask, bool or words, as attention_with_kvcache describes it, contiguous in their last
+    dimension. q (B, H, Sq, D) is checked. NotImplementedError together with one of the others, {name of an
+    argument: (whether it is given, what to do instead)}."""
     check_tensor("tree_mask", tree_mask)
     if causal:
         raise ValueError("causal=True cannot be given together with tree_mask, which takes its place")

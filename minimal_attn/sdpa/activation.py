@@ -2,11 +2,9 @@
 
 In torch's dispatcher, the functions of aten.py take the place of the CUDA kernels of aten's attention ops. A call that
 aten.py does not serve goes to the kernel that was there before, which torch.library.get_kernel kept. Above them,
-../../csrc/binding/sdpa_override.cpp serves everyday calls without Python, which costs the host less. On Hopper,
-scaled_dot_product_attention prefers cuDNN to flash attention, and masks never reach the latter. So all three of torch's
-fused kernels are replaced, and the order in which torch chooses one of them stays as it is.
-
-Read next: aten.py, the ops; ../../csrc/binding/sdpa_override.cpp.
+../../csrc/binding/sdpa_override.cpp serves everyday calls without Python, which costs the host less. All three of
+torch's fused kernels are replaced, and the order in which torch chooses one of them stays as it is: masks never reach
+flash attention, and Hopper prefers cuDNN. Read next: aten.py, the ops; ../../csrc/binding/sdpa_override.cpp.
 """
 
 import contextlib
@@ -20,7 +18,7 @@ from torch.nn.attention import (activate_flash_attention_impl, current_flash_att
                                 register_flash_attention_impl, restore_flash_attention_impl)
 
 from .. import _build
-from .aten import OPS, Unserved
+from .aten import OPS
 
 NAME = "minimal_attn"  # in torch's registry
 
@@ -50,9 +48,8 @@ def activate() -> None:
 def deactivate() -> None:
     """Undo activate, from any thread: later calls run on torch's own kernels. Nothing happens if it was not active.
 
-    A backward pass runs on the kernels that are active then. So activate and deactivate between two steps, not between
-    a forward pass and its backward pass, and not while other threads call attention. CUDA graphs that were captured
-    keep their kernels.
+    Activate and deactivate between two steps, not between a forward pass and its backward pass, and not while other
+    threads call attention. CUDA graphs that were captured keep their kernels.
     """
     with _lock:
         if current_flash_attention_impl() == NAME:
@@ -107,7 +104,7 @@ def _or_original(serve, name, key):
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[key])
 
     def kernel(*args, **kwargs):
-        with contextlib.suppress(Unserved):
+        with contextlib.suppress(ValueError):
             return serve(*args, **kwargs)
         return original.call_boxed(keys, *args, **kwargs)
 

@@ -1,8 +1,7 @@
 """torch.nn.functional.scaled_dot_product_attention, by its signature and its conventions, over flash_attention.
 
 What differs from flash_attention: a causal mask is aligned top-left, all leading dimensions broadcast, and masks have
-the name attn_mask. Read next: ../attention.py, for flash_attention. (../backends/torch.py is the other way
-round: a backend of it.)
+the name attn_mask. Read next: ../attention.py. (../backends/torch.py is the other way round: a backend of it.)
 """
 
 import math
@@ -42,11 +41,10 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
         TypeError: what is no dense tensor, a wrong dtype or an argument of the wrong type. ValueError: shapes that do
         not fit, or attn_mask together with is_causal. Otherwise as flash_attention.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    for name, x in {"query": query, "key": key, "value": value}.items():
         check_tensor(name, x)
-    check_number("is_causal", is_causal)
-    check_number("enable_gqa", enable_gqa)
-    check_number("sm_scale", scale, {"sm_scale": "scale"})
+    for name, x in {"is_causal": is_causal, "enable_gqa": enable_gqa, "sm_scale": scale}.items():
+        check_number(name, x, {"sm_scale": "scale"})
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask cannot be given together with is_causal=True")
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)  # before they are expanded
@@ -72,8 +70,8 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
 
 
 def _matched(query, key, value, enable_gqa):
-    """(leading, heads_k, key, value): the leading dimensions of the result, of which the last is that of the heads, the
-    number of key/value heads, and key and value, repeated if they alone have different numbers of heads."""
+    """(leading, heads_k, key, value): the leading dimensions of the result, batch and heads, the number of key/value
+    heads, and key and value, repeated if they alone have different numbers of heads."""
     shapes, ndim = shapes_of(query=query, key=key, value=value), min(query.ndim, key.ndim, value.ndim)
     if ndim < 2:
         raise ValueError(f"query, key and value must have at least 2 dimensions: {shapes}")
@@ -109,6 +107,6 @@ def _as_bias(attn_mask, q, k, leading):
         raise ValueError(f"attn_mask must broadcast to {shape}, got {tuple(attn_mask.shape)}")
     sizes = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
     # Only batch dimensions are expanded here, since merging them may make a copy.
-    batch = leading[:-1] if not all(is_known(n == 1) for n in sizes[:-3]) else (1,) * len(sizes[:-3])
+    batch = sizes[:-3] if all(is_known(n == 1) for n in sizes[:-3]) else leading[:-1]
     bias = attn_mask.expand(*batch, *sizes[-3:]).reshape(math.prod(batch), *sizes[-3:])
     return bias.double() if q.dtype == torch.float64 and bias.dtype == torch.float32 else bias
