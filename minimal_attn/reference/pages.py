@@ -97,32 +97,28 @@ def place_in_cache(sample, key, cache, size):
 
 
 def over_gathered(forward):
-    """A Backend's forward_cached, by its forward on copies of what the samples use."""
+    """A Backend's forward_cached, by its forward on copies (B, Hk, capacity, D) of what the samples use, with anything
+    beyond their keys. For a packed q they are packed, with the same room for each. Values are clamped as in kernels."""
 
     def forward_cached(q, k, v, options, cache):
-        k, v, lengths = gathered(q, k, v, options.lengths, cache)
-        is_seen = None if cache.tree_mask is None else seen_in_tree(cache.tree_mask, k.shape[2], lengths)
-        return forward(q, k, v, options.with_lengths(lengths)._replace(attn_bias=is_seen))
+        lengths, capacity = options.lengths, capacity_of(k, cache)
+        sample = torch.arange(lengths.num_samples(q), device=k.device)[:, None]
+        key, seqused = torch.arange(capacity, device=k.device), torch.full_like(sample, capacity)
+        if lengths.seqused_k is not None:
+            seqused = lengths.seqused_k.long().clamp(0, capacity)[:, None]
+        if cache.leftpad_k is not None:
+            leftpad = cache.leftpad_k.long()[:, None].clamp(min=0)
+            key, seqused = key + leftpad, (seqused - leftpad).clamp(min=0)
+        sequence, place = place_in_cache(sample, key.clamp(max=capacity - 1), cache, k.shape[2])
+        sequence, place = torch.broadcast_tensors(sequence.clamp(0, k.shape[0] - 1), place)
+        k, v = (x[sequence, :, place].transpose(1, 2) for x in (k, v))
+        options = options._replace(seqused_k=seqused[:, 0].int())
+        if cache.tree_mask is not None:
+            options = options._replace(attn_bias=seen_in_tree(cache.tree_mask, capacity, options.lengths))
+        if lengths.is_packed:
+            k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (k, v))
+            bounds = torch.arange(len(sample) + 1, dtype=torch.int32, device=k.device) * capacity
+            options = options._replace(cu_seqlens_k=bounds)
+        return forward(q, k, v, options)
 
     return forward_cached
-
-
-def gathered(q, k, v, lengths, cache):
-    """(k, v, lengths) of the batch that a cache stands for: copies (B, Hk, capacity, D), with anything beyond the keys
-    of a sample. For a packed q they are packed, with the same room for each. Values are clamped as in kernels."""
-    batch_size, capacity = lengths.num_samples(q), capacity_of(k, cache)
-    sample, key = torch.arange(batch_size, device=k.device)[:, None], torch.arange(capacity, device=k.device)
-    seqused = torch.full_like(sample, capacity)
-    if lengths.seqused_k is not None:
-        seqused = lengths.seqused_k.long().clamp(0, capacity)[:, None]
-    if cache.leftpad_k is not None:
-        leftpad = cache.leftpad_k.long()[:, None].clamp(min=0)
-        key, seqused = key + leftpad, (seqused - leftpad).clamp(min=0)
-    sequence, place = place_in_cache(sample, key.clamp(max=capacity - 1), cache, k.shape[2])
-    sequence, place = torch.broadcast_tensors(sequence.clamp(0, k.shape[0] - 1), place)
-    k, v = (x[sequence, :, place].transpose(1, 2) for x in (k, v))
-    lengths = lengths._replace(seqused_k=seqused[:, 0].int())
-    if not lengths.is_packed:
-        return k, v, lengths
-    k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (k, v))
-    return k, v, lengths._replace(cu_seqlens_k=torch.arange(batch_size + 1, device=k.device).int() * capacity)
