@@ -297,8 +297,8 @@ MUTANTS = [
     ("minimal_attn/integrations/masks.py", "left_padding_counts_as_right", "if is_last and mask.seqused_k",
      "if mask.seqused_k",
      OF_TRANSFORMERS + " -k masks"),
-    ("minimal_attn/integrations/masks.py", "window_one_key_too_wide", "Pattern(True, (window - 1, 0))",
-     "Pattern(True, (window, 0))", OF_TRANSFORMERS + " -k masks"),
+    ("minimal_attn/integrations/masks.py", "window_one_key_too_wide", "Pattern(False, (value - 1, -1))",
+     "Pattern(False, (value, -1))", OF_TRANSFORMERS + " -k masks"),
     ("minimal_attn/integrations/transformers.py", "keys_beyond_static_cache",
      "key[:, :, :mask.num_keys], value[:, :, :mask.num_keys]", "key, value",
      f"{OF_TRANSFORMERS} integrations/test_transformers.py -k 'generat or cache or static'"),
@@ -307,7 +307,7 @@ MUTANTS = [
     ("minimal_attn/backends/auto.py", "fp8_goes_to_csrc", 'return "triton"', "return _first_available()",
      "facade/test_backend_choice.py -k fp8"),
     ("minimal_attn/integrations/transformers.py", "bias_hides_nothing",
-     "position_bias.masked_fill(~bias, -torch.inf) if", "position_bias if",
+     "(position_bias.masked_fill(~bias, -torch.inf) if", "(position_bias if",
      "integrations/test_transformers_scores.py -k t5"),
 ]
 

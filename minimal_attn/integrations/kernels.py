@@ -15,16 +15,14 @@ from .. import __version__
 # transformers treats names with "flash" in them as flash-attn, and packs padded batches for them. With "flash" and
 # then a 3, its continuous batching decodes by flash_attn_with_kvcache.
 NAME = "minimal-attn/minimal-flash-attn3"
-DEVICES = "cpu", "cuda"
-SOURCE = '''"""The functions of flash-attn by minimal_attn, which must be installed."""
+FUNCTIONS = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+             "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+             "pad_input", "unpad_input"]
+SOURCE = f'''"""The functions of flash-attn by minimal_attn, which must be installed."""
 
-from minimal_attn import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
-                          flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache,
-                          pad_input, unpad_input)
+from minimal_attn import {", ".join(FUNCTIONS)}
 
-__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-           "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
-           "pad_input", "unpad_input"]
+__all__ = {FUNCTIONS}
 '''
 
 
@@ -40,7 +38,7 @@ def write(folder: str | Path) -> str:
     folder = Path(folder).resolve()
     if ":" in str(folder):
         raise ValueError(f"folder must not have a colon in its path, which LOCAL_KERNELS cuts there, got {folder}")
-    for device in DEVICES:
+    for device in ("cpu", "cuda"):
         build = folder / "build" / f"torch-{device}"
         build.mkdir(parents=True, exist_ok=True)
         (build / "__init__.py").write_text(SOURCE)

@@ -2,8 +2,8 @@
 
 transformers describes a mask by a function of the indices of a row and a key, and by the padding of the batch.
 make_mask recognizes causal masks, sliding windows and packed sequences, and returns a Mask of them: kernels skip what
-these hide. Any other function becomes a dense mask of bool. Both mean something to our attention alone, so that models
-that compute their attention themselves are refused. Read next: transformers.py, which computes attention by a Mask.
+these hide. Any other function becomes a dense mask of bool. Read next: transformers.py, which computes attention by a
+Mask.
 """
 
 from __future__ import annotations
@@ -30,36 +30,26 @@ HINT = 'This model reads or changes its mask, or adds it to scores itself: use a
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """Which keys a row sees, without a dense tensor. Only attend of transformers.py reads it: all else raises an error.
-
-    q_length, kv_length: the rows and keys that a layer must have, which are Sq and Sk below. A mask that hides nothing
-        fits any number of keys.
-    causal: row i sees the keys j <= i + num_keys - Sq, or by the lengths of its sample, as in flash_attention.
-    window: (left, right), as in flash_attention.
-    num_keys: only the first of the keys count; a static cache has room for more.
-    keys: bool (B, num_keys), True where a key is no padding, or None.
-    seqused_q, seqused_k: int32 (B,), the lengths of each sample, or None.
-    cu_seqlens: int32 (N + 1,), where the sequences of the flattened batch begin, or None.
-    is_padded: the model has got an attention_mask, which may be all ones. As for eager attention, position_ids then
-        separate no sequences.
-    """
+    A layer must have q_length rows and kv_length keys, but a mask that hides nothing fits any number of keys."""
 
     q_length: int
     kv_length: int
-    causal: bool
-    window: tuple[int, int]
-    num_keys: int
-    keys: Tensor | None = None
-    seqused_q: Tensor | None = None
+    causal: bool  # row i sees the keys j <= i + num_keys - q_length, or by the lengths of its sample
+    window: tuple[int, int]  # (left, right), as in flash_attention
+    num_keys: int  # only the first of the keys count; a static cache has room for more
+    keys: Tensor | None = None  # bool (B, num_keys), True where a key is no padding
+    seqused_q: Tensor | None = None  # int32 (B,), the lengths of each sample
     seqused_k: Tensor | None = None
-    cu_seqlens: Tensor | None = None
+    cu_seqlens: Tensor | None = None  # int32 (N + 1,), where the sequences of the flattened batch begin
+    # The model has got an attention_mask, which may be all ones: as for eager attention, position_ids then separate no
+    # sequences.
     is_padded: bool = False
 
     ndim = 4  # generate() asks for it, and calls contiguous()
 
     @property
     def shape(self):
-        """The shape (1, 1, rows, keys). Parts of a model that get the mask of another part ask for it. make_mask then
-        returns this mask."""
+        """Parts of a model that get the mask of another part ask for it. make_mask then returns this mask."""
         return torch.Size((1, 1, self.q_length, self.kv_length))
 
     @property
@@ -83,9 +73,8 @@ class Mask:
     def __eq__(self, other):
         if other is not None and not isinstance(other, Mask):
             raise NotImplementedError(f"a mask of minimal_attn has no numbers to compare. {HINT}")
-        return other is not None and all(
-            x is y if isinstance(x, Tensor) or isinstance(y, Tensor) else x == y
-            for x, y in zip(vars(self).values(), vars(other).values()))
+        return other is not None and all(x is y or not isinstance(x, Tensor) and x == y
+                                         for x, y in zip(vars(self).values(), vars(other).values()))
 
     def __getitem__(self, index):
         raise NotImplementedError(f"a mask of minimal_attn has no elements. {HINT}")
@@ -104,90 +93,78 @@ class Pattern(NamedTuple):
 
 
 def _recognized():
-    """The mask functions of transformers are closures, which are recognized by their codes: {what: code}.
-
-    A function is left out, so that its masks become dense, if it does not show what pattern_of takes it for.
-    """
+    """What closures of transformers mean, by their codes: {code: (what, the variable that says more)}. A function is
+    left out, so that its masks become dense, if it does not show what pattern_of takes it for."""
     i, j = torch.arange(6, device="cpu")[:, None], torch.arange(6, device="cpu")
     sequence, positions = (torch.tensor([x], device="cpu") for x in ([0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]))
-    window, both = masking_utils.sliding_window_overlay(3), masking_utils.sliding_window_bidirectional_overlay(2)
+    both = masking_utils.sliding_window_bidirectional_overlay(2)
     shows = {
-        "causal": (causal_mask_function, j <= i),
-        "bidirectional": (bidirectional_mask_function, i >= 0),
-        "and": (masking_utils.and_masks(causal_mask_function, both), (j <= i) & ((i - j).abs() <= 2)),
-        "window": (window, i - 3 < j),
-        "window of both sides": (both, (i - j).abs() <= 2),
-        "same sequence": (masking_utils.packed_sequence_mask_function(sequence), sequence[0, i] == sequence[0, j]),
+        ("and", "mask_functions"): (masking_utils.and_masks(causal_mask_function, both), (j <= i) & (i - j <= 2)),
+        ("window", "sliding_window"): (masking_utils.sliding_window_overlay(3), i - 3 < j),
+        ("window of both sides", "sliding_window"): (both, (i - j).abs() <= 2),
+        ("same sequence", "packed_sequence_mask"): (masking_utils.packed_sequence_mask_function(sequence),
+                                                    sequence[0, i] == sequence[0, j]),
     }
     if remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None):  # newer than transformers 5.17
-        shows["of sequences"] = remap(causal_mask_function, positions), positions[0, j] <= positions[0, i]
-    return {what: function.__code__ for what, (function, shown) in shows.items()
-            if torch.broadcast_to(function(0, 0, i, j), (6, 6)).equal(torch.broadcast_to(shown, (6, 6)))}
+        shows["of sequences", "mask_function"] = (remap(causal_mask_function, positions),
+                                                  positions[0, j] <= positions[0, i])
+    return {function.__code__: meaning for meaning, (function, shown) in shows.items()
+            if meaning[1] in function.__code__.co_freevars and function(0, 0, i, j).equal(shown)}
 
 
 _CODES = _recognized()
 
 
-def _is(what, function):
-    return what in _CODES and getattr(function, "__code__", None) is _CODES[what]
+def _meaning(function):
+    """(what a closure of transformers means, or None; the value of the variable that says more)."""
+    code = getattr(function, "__code__", None)
+    if torch.compiler.is_compiling() or code not in _CODES:  # Dynamo reads no closures
+        return None, None
+    what, variable = _CODES[code]
+    return what, function.__closure__[code.co_freevars.index(variable)].cell_contents
 
 
 def pattern_of(mask_function) -> Pattern | None:
     """The Pattern of a mask function of transformers, or None if it is another one or cannot be told."""
-    if mask_function is causal_mask_function and "causal" in _CODES:
+    if mask_function is causal_mask_function:
         return Pattern(True)
-    if mask_function is bidirectional_mask_function and "bidirectional" in _CODES:
+    if mask_function is bidirectional_mask_function:
         return Pattern(False)
-    if torch.compiler.is_compiling() or not _is("and", mask_function):  # Dynamo reads no closures
+    what, value = _meaning(mask_function)
+    if what == "window":
+        return Pattern(False, (value - 1, -1))
+    if what == "window of both sides":
+        return Pattern(False, (value, value))
+    if what == "same sequence":
+        return Pattern(False, sequence=value)
+    if what != "and":
         return None
-    functions = _closure(mask_function).get("mask_functions", ())
-    if len(functions) != 2:
+    meanings = [_meaning(function) for function in value]
+    if "same sequence" in [what for what, _ in meanings]:
+        # Positions ascend by 1 within a sequence, so that they count as indices do.
+        value = [inner if what == "of sequences" else outer for outer, (what, inner) in zip(value, meanings)]
+    patterns = [pattern_of(function) for function in value]
+    sequences = [x.sequence for x in patterns if x is not None and x.sequence is not None]
+    if None in patterns or len(sequences) > 1:
         return None
-    overlay, base = functions
-    if _is("window", overlay) and base is causal_mask_function and "causal" in _CODES:
-        window = _closure(overlay).get("sliding_window")
-        return None if window is None else Pattern(True, (window - 1, 0))
-    if _is("window of both sides", overlay) and base is bidirectional_mask_function and "bidirectional" in _CODES:
-        window = _closure(overlay).get("sliding_window")
-        return None if window is None else Pattern(False, (window, window))
-    if _is("same sequence", overlay) and _is("of sequences", base):
-        # Positions ascend by 1 within a sequence, so that those of the base count as indices do.
-        return _of_sequences(overlay, _closure(base).get("mask_function"))
-    if _is("same sequence", base):  # transformers 5.17
-        return _of_sequences(base, overlay)
-    return None
+    left, right = (min((x.window[side] for x in patterns if x.window[side] >= 0), default=-1) for side in (0, 1))
+    return Pattern(any(x.causal for x in patterns), (left, right), *sequences)
 
 
-def _of_sequences(same_sequence, mask_function):
-    """The Pattern of a mask function within each sequence."""
-    pattern, sequence = pattern_of(mask_function), _closure(same_sequence).get("packed_sequence_mask")
-    if pattern is None or pattern.sequence is not None or sequence is None:
-        return None
-    return pattern._replace(sequence=sequence)
-
-
-def _closure(function):
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ())))
-
-
-def _models_of(config_class, base=PreTrainedModel):
+def _models(base=PreTrainedModel):
     for model in base.__subclasses__():
-        if model.config_class is config_class:
-            yield model
-        yield from _models_of(config_class, model)
+        yield model
+        yield from _models(model)
 
 
 @functools.cache
 def _attends_itself(config_class) -> bool:
-    """Whether transformers' models of this config compute their attention themselves, as it judges by their source.
-
-    It judges so where set_attn_implementation is called, but takes any registered name when it builds a model. Models
-    from elsewhere are not judged: if they read a Mask, that raises an error.
-    """
+    """Whether transformers' models of this config compute their attention themselves. It judges by their source where
+    set_attn_implementation is called, but not when it builds a model. Models from elsewhere are not judged: if they
+    read a Mask, that raises an error."""
     for base in config_class.__mro__:
-        found = [model._can_set_attn_implementation() for model in _models_of(base)
-                 if model.__module__.startswith("transformers.")]
-        if found:
+        if found := [model._can_set_attn_implementation() for model in _models()
+                     if model.config_class is base and model.__module__.startswith("transformers.")]:
             return not any(found)
     return False
 
@@ -204,8 +181,7 @@ def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_fun
 
     Args:
         batch_size, q_length, kv_length: B, and how many rows and keys a layer will have.
-        q_offset, kv_offset: indices of the first row and key in the sequence, q_offset also in a tensor.
-        mask_function: of these indices.
+        q_offset, kv_offset: indices of the first row and key in the sequence, of which mask_function is a function.
         attention_mask: None, bool (B, keys so far), True where a token is valid, or a Mask, which is returned.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether the model can do without a tensor.
         config: of the model.
@@ -223,21 +199,19 @@ def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_fun
         return attention_mask
     # For a cache of fixed size, a compiled step of one token takes tensors of fixed sizes and reads none.
     is_fixed = q_length == 1 and not allow_is_causal_skip and isinstance(q_offset, Tensor)
-    pattern = pattern_of(mask_function)
-    # transformers looks for packed sequences where there is neither padding nor a cache.
-    has_cache = isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor) or q_offset != kv_offset
-    if pattern is not None and pattern.sequence is not None and can_read(pattern.sequence) and (
-            attention_mask is None and q_length == kv_length and not has_cache):
-        return Mask(q_length, kv_length, pattern.causal, pattern.window, kv_length,
-                    cu_seqlens=_cu_seqlens(pattern.sequence.diff() != 0))
-    if pattern is not None and pattern.sequence is None and (
-            allow_is_causal_skip or is_fixed if pattern.causal else allow_is_bidirectional_skip):
+    pattern, mask = pattern_of(mask_function), None
+    if pattern is not None and pattern.sequence is not None:
+        # transformers looks for packed sequences where there is neither padding nor a cache.
+        has_cache = isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor) or q_offset != kv_offset
+        if can_read(pattern.sequence) and attention_mask is None and q_length == kv_length and not has_cache:
+            return Mask(q_length, kv_length, pattern.causal, pattern.window, kv_length,
+                        cu_seqlens=_cu_seqlens(pattern.sequence.diff() != 0))
+    elif pattern is not None and (allow_is_causal_skip or is_fixed if pattern.causal else allow_is_bidirectional_skip):
         mask = _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, is_fixed,
                                device)
-        if mask is not None:
-            return _simplified(mask)
-    return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-                     allow_is_causal_skip=False, use_vmap=use_vmap, device=device)
+    return mask if mask is not None else sdpa_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, allow_is_causal_skip=False,
+        use_vmap=use_vmap, device=device)
 
 
 def _cu_seqlens(is_first):
@@ -248,13 +222,10 @@ def _cu_seqlens(is_first):
 
 
 def can_read(x) -> bool:
-    """Whether the host may read x: nothing traces, x has values of its own, and no CUDA graph is captured.
-
-    A mode that only watches, such as a profiler, does not count: it must not change what a mask means.
-    """
-    if is_tracing(x) or x.is_meta:
-        return False
-    return get_proxy_mode() is None and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    """Whether the host may read x: nothing traces, x has values of its own, and no CUDA graph is captured. A mode that
+    only watches, such as a profiler, does not count: it must not change what a mask means."""
+    return not (is_tracing(x) or x.is_meta or get_proxy_mode() is not None
+                or torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 _LAST = threading.local()  # what cu_seqlens_of found last
@@ -263,8 +234,8 @@ _LAST = threading.local()  # what cu_seqlens_of found last
 def cu_seqlens_of(position_ids, batch_size) -> Tensor | None:
     """_cu_seqlens of sequences that begin where position_ids (B or 1, S) do not ascend, or None if all ascend.
 
-    With a cache, transformers gives make_mask no positions, but it gives them to each layer. The host waits for the
-    first layer alone: the others of a forward pass find the result by the same tensor. position_ids must be readable.
+    With a cache, transformers gives positions to each layer, and none to make_mask. The host waits for the first layer
+    alone: the others of a forward pass find the result by the same tensor. position_ids must be readable.
     """
     version = None if position_ids.is_inference() else position_ids._version  # inference tensors have no version
     known = getattr(_LAST, "found", None)
@@ -302,32 +273,16 @@ def _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offse
         return mask
     keys = attention_mask[:, kv_offset:kv_offset + num_keys]
     keys = pad(keys, (0, num_keys - keys.shape[1]))
-    return _with_padding(mask, keys, is_fixed)
-
-
-def _with_padding(mask, keys, is_fixed):
-    """Adds padding to mask: keys (B, num_keys) are False there. One read tells whether lengths can stand for them.
-
-    A layer with lengths leaves out the padding. In a causal mask, rows in the padding are then 0.
-    """
     if not is_fixed and can_read(keys):
-        # Whether all are valid, and whether padding comes last in each sample.
+        # Whether all are valid, and whether padding comes last in each sample: then lengths stand for it.
         is_full, is_last = torch.stack((keys.all(), (keys[:, 1:] <= keys[:, :-1]).all())).tolist()
         if is_full:
             return mask
         if is_last and mask.seqused_k is None:
             lengths = keys.sum(1, dtype=torch.int32)
-            if mask.causal and mask.num_keys == mask.q_length:
+            if mask.causal and num_keys == q_length:  # rows in the padding then give 0
                 return dataclasses.replace(mask, seqused_q=lengths, seqused_k=lengths)
             # Rows need not be those of the keys, as in cross-attention, and a window depends on both lengths.
             if not mask.causal and mask.window == NO_WINDOW:
                 return dataclasses.replace(mask, seqused_k=lengths)
     return dataclasses.replace(mask, keys=keys)
-
-
-def _simplified(mask):
-    """mask, where a window that hides nothing is left out."""
-    if mask.seqused_k is not None or mask.window[0] < mask.num_keys - 1:
-        return mask
-    return dataclasses.replace(mask, window=NO_WINDOW if mask.causal or mask.window[1] >= mask.num_keys - 1
-                               else (-1, mask.window[1]))

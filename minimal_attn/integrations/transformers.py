@@ -69,13 +69,12 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
         query: (B, H, Sq, D); key, value: (B, Hk, Sk, D), value also with another head_dim.
         attention_mask: of make_mask, or a tensor that broadcasts to (B, H, Sq, Sk), as attn_bias of flash_attention.
             is_causal counts only where it is None.
-        dropout, scaling, softcap, s_aux, deterministic: dropout_p, sm_scale, softcap, sinks and deterministic of
-            flash_attention. None is no softcap and not deterministic.
+        dropout, scaling, softcap, s_aux, deterministic, backend: dropout_p, sm_scale, softcap, sinks, deterministic and
+            backend of flash_attention. None is no softcap and not deterministic.
         position_bias: added to the scores, broadcastable to (B, H, Sq, Sk).
         cu_seq_lens_q, cu_seq_lens_k: cu_seqlens_q and cu_seqlens_k of flash_attention, of the flattened batch.
         position_ids: (B or 1, Sq). Where the positions of a causal layer begin anew, a new sequence begins, unless the
             model has got an attention_mask or cu_seq_lens_q. make_mask sees to this where there is no cache.
-        backend: of flash_attention.
         others: what does not change attention, or is refused.
 
     Returns:
@@ -88,20 +87,25 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
         if others.get(name) is not None and others[name] is not False:
             raise NotImplementedError(f"minimal_attn does not serve {what}, but {name} is given")
     mask, bias = _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
-    if mask.num_keys != key.shape[2]:
-        key, value = key[:, :, :mask.num_keys], value[:, :, :mask.num_keys]
+    key, value = key[:, :, :mask.num_keys], value[:, :, :mask.num_keys]
     cu_seqlens, bias = _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids)
     if position_bias is not None:
-        bias = _added(position_bias[..., :key.shape[2]], bias)
+        position_bias = position_bias[..., :key.shape[2]]
+        if bias is not None:
+            position_bias = (position_bias.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool
+                             else position_bias + bias)
+        bias = position_bias
     options = dict(causal=mask.causal, sm_scale=scaling, dropout_p=dropout, deterministic=bool(deterministic),
                    window_size=mask.window, sinks=s_aux, softcap=0 if softcap is None else softcap, attn_bias=bias,
                    backend=backend)
-    if cu_seqlens is not None:
-        out = _packed(query, key, value, cu_seqlens, options)
-    else:
+    if cu_seqlens is None:
         out = flash_attention(query, key, value, seqused_q=mask.seqused_q, seqused_k=mask.seqused_k, **options)
-        out = out.transpose(1, 2)
-    return out.contiguous(), None  # models take views of it; no copy if query lies in memory as (B, Sq, H, D)
+    else:  # of sequences that lie one after the other in the flattened batch
+        q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
+        out = flash_attention(q, k, v, cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1], **options)
+        out = out[0].unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
+    # Models take views of it. There is no copy if query lies in memory as (B, Sq, H, D).
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q):
@@ -113,8 +117,7 @@ def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
         if (rows, keys) != (attention_mask.q_length, attention_mask.kv_length):
             raise ValueError(f"attention_mask is for {attention_mask.q_length} rows and {attention_mask.kv_length} "
                              f"keys, but the layer has {rows} rows and {keys} keys")
-        bias = attention_mask.keys
-        return attention_mask, None if bias is None else bias[:, None, None]
+        return attention_mask, None if attention_mask.keys is None else attention_mask.keys[:, None, None]
     if attention_mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if causal and rows > 1 and rows != keys and cu_seq_lens_q is None:
@@ -128,36 +131,22 @@ def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
     return Mask(rows, keys, False, NO_WINDOW, keys), attention_mask
 
 
-def _added(position_bias, bias):
-    """Adds a bias to position_bias. Where a bias of bool is False, the result is -inf."""
-    if bias is None:
-        return position_bias
-    return position_bias.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else position_bias + bias
-
-
 def _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
     """Returns (cu_seqlens of queries and keys, or None if the batch is not packed; bias). Where the host cannot read
     the positions, the bias separates the sequences."""
     if mask.cu_seqlens is not None:
-        return (mask.cu_seqlens, mask.cu_seqlens), bias
+        return (mask.cu_seqlens,) * 2, bias
     has_lengths = bias is not None or mask.seqused_k is not None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if has_lengths:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k cannot be given together with padding or another mask. "
                              "Under torch.compile without a cache there always is a mask: give position_ids alone")
         return tuple(None if x is None else x.int() for x in (cu_seq_lens_q, cu_seq_lens_k)), bias
-    rows = query.shape[2]
-    if has_lengths or mask.is_padded or not mask.causal or mask.num_keys != rows or position_ids is None or (
-            position_ids.ndim != 2 or position_ids.shape[1] != rows):
+    if has_lengths or mask.is_padded or not mask.causal or position_ids is None or position_ids.ndim != 2 or not (
+            mask.num_keys == query.shape[2] == position_ids.shape[1]):
         return None, bias
     if not can_read(position_ids):
         return None, same_sequence(position_ids)
     found = cu_seqlens_of(position_ids, query.shape[0])
     return None if found is None else (found, found), bias
 
-
-def _packed(query, key, value, cu_seqlens, options):
-    """(B, S, H, D) of sequences that lie one after the other in the flattened batch."""
-    q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-    out = flash_attention(q, k, v, cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1], **options)
-    return out[0].transpose(0, 1).unflatten(0, (query.shape[0], query.shape[2]))

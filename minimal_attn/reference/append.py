@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..checks import (OWN, can_read, check_alike, check_head_dim, check_number, check_tensor_of, empty_like, holds,
-                      is_eager, is_known, same_sizes, shapes_of, sum_dtype)
-from ..options import Append, Cache, Lengths, schema_of
+                      is_known, same_sizes, shapes_of, sum_dtype)
+from ..options import Append, Cache, Lengths
 from .packed import begins_and_lengths, places_of_rows
 from .pages import capacity_of, check_fit, check_rows, check_sequences, place_in_cache
 
@@ -30,21 +30,37 @@ def check_append(k, v, k_cache, v_cache, append, names=OWN):
     if append.q is not None and not holds(batch_size == Lengths(append.cu_seqlens_q).num_samples(append.q)):
         raise ValueError(f"k must have as many samples as q, got {batch_size}: {shapes_of(q=append.q, k=k)}")
     # The checks of queries, which new keys pass as well.
-    check_fit(k, k_cache, v_cache, lengths, cache, {**names, "q": "k", "cu_seqlens_q": "cu_seqlens_k_new"})
+    check_fit(k, k_cache, v_cache, lengths, cache, {**names, "q": "k", "cu_seqlens_q": "cu_seqlens_k_new"}, True)
     if not (same_sizes(k.shape[:-1], v.shape[:-1]) and holds(k.shape[1] == k_cache.shape[1])
             and holds(v.shape[-1] == v_cache.shape[-1])):
         raise ValueError("k and v must have the same shape, and the heads and head_dims of the caches: "
                          f"{shapes_of(names, k=k, v=v, k_cache=k_cache, v_cache=v_cache)}")
-    _check_writable(names, k_cache=k_cache, v_cache=v_cache)
     _check_rotary(k, batch_size, append)
-    values = lengths.cu_seqlens_q, append.seqused_k, append.page_table, append.batch_idx, append.rotary_seqlens
-    if not k.is_cuda and all(x is None or can_read(x) for x in (*values, append.cu_seqlens_q)):
-        _check_values(k, k_cache, append, cache, names)
+    values = append.seqused_k, *cache, *lengths, append.rotary_seqlens, append.cu_seqlens_q
+    if k.is_cuda or not all(can_read(x) for x in values if isinstance(x, Tensor)):
+        return
+    capacity, begins, num_new = capacity_of(k_cache, cache), append.seqused_k.tolist(), _num_rows(k, lengths)
+    for b, (begin, n) in enumerate(zip(begins, num_new)):
+        check_room(f" of sample {b}", seqused_k, begin, n, capacity)
+        check_sequences(f"the new keys of sample {b}", b, begin, begin + n, k_cache, cache, names)
+    if append.rotary_cos is None:
+        return
+    rows = num_new
+    if append.q is not None:
+        num_q = _num_rows(append.q, Lengths(append.cu_seqlens_q))
+        rows = [max(n, m if append.q_advances else min(m, 1)) for n, m in zip(num_new, num_q)]
+    name, starts = seqused_k, begins
+    if append.rotary_seqlens is not None:
+        name, starts = "rotary_seqlens", append.rotary_seqlens.tolist()
+    for b, (start, n) in enumerate(zip(starts, rows)):
+        if start < 0 or n and start + n > append.rotary_cos.shape[0]:
+            raise ValueError(f"rotary_cos has {append.rotary_cos.shape[0]} positions, and sample {b} needs those from "
+                             f"{name} {start} on, as many as its {n} rows")
 
 
 def check_slots(key, value, key_cache, value_cache, slot_mapping):
     """Raise unless the rows key (T, Hk, D) and value fit into the caches (num_pages, page_size, Hk, D), at T slots or
-    fewer. Errors as of check_append."""
+    fewer."""
     tensors = dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     check_alike(None, **tensors)
     if not (key.ndim == value.ndim == 3 and key_cache.ndim == value_cache.ndim == 4):
@@ -57,8 +73,7 @@ def check_slots(key, value, key_cache, value_cache, slot_mapping):
                          f"the head_dim, and so must the caches: {shapes_of(**tensors)}")
     check_head_dim(key.shape[2], " of key")
     check_head_dim(value.shape[2], " of value")
-    check_rows(key_cache=key_cache, value_cache=value_cache)
-    _check_writable(key_cache=key_cache, value_cache=value_cache)
+    check_rows(is_written=True, key_cache=key_cache, value_cache=value_cache)
     check_tensor_of("slot_mapping", slot_mapping, key.device)
     if not holds(slot_mapping.shape[0] <= key.shape[0]):
         raise ValueError(f"slot_mapping must have one value a row of key, {key.shape[0]}, or fewer, got "
@@ -66,14 +81,6 @@ def check_slots(key, value, key_cache, value_cache, slot_mapping):
     num_slots = key_cache.shape[0] * key_cache.shape[1]
     if not key.is_cuda and can_read(slot_mapping) and slot_mapping.numel() and slot_mapping.max() >= num_slots:
         raise ValueError(f"slot_mapping must be below {num_slots}, the number of slots, got {int(slot_mapping.max())}")
-
-
-def _check_writable(names=OWN, **caches):
-    """ValueError if elements of a cache share memory, so that a row is not written alone."""
-    for name, x in caches.items():
-        if any(is_known(stride == 0) and is_known(size > 1) for stride, size in zip(x.stride(), x.shape)):
-            raise ValueError(f"{names.get(name, name)} cannot be written, since its elements share memory: shape "
-                             f"{tuple(x.shape)}, strides {x.stride()}")
 
 
 def _check_rotary(k, batch_size, append):
@@ -94,81 +101,47 @@ def _check_rotary(k, batch_size, append):
         check_tensor_of("rotary_seqlens", append.rotary_seqlens, k.device, {"B": batch_size})
 
 
-def _check_values(k, k_cache, append, cache, names):
-    """ValueError unless the cache has a place for each new row, and the rotary tables each position."""
-    capacity, begins = capacity_of(k_cache, cache), append.seqused_k.tolist()
-    num_new, seqused_k = _num_rows(k, append.cu_seqlens_k_new), names.get("seqused_k", "seqused_k")
-    for b, (begin, n) in enumerate(zip(begins, num_new)):
-        check_room(f" of sample {b}", seqused_k, begin, n, capacity)
-        check_sequences(f"the new keys of sample {b}", b, begin, begin + n, k_cache, cache, names)
-    if append.rotary_cos is None:
-        return
-    rows = num_new
-    if append.q is not None:
-        num_q = _num_rows(append.q, append.cu_seqlens_q)
-        rows = [max(n, m if append.q_advances else min(m, 1)) for n, m in zip(num_new, num_q)]
-    starts = begins if append.rotary_seqlens is None else append.rotary_seqlens.tolist()
-    name = seqused_k if append.rotary_seqlens is None else "rotary_seqlens"
-    for b, (start, n) in enumerate(zip(starts, rows)):
-        if start < 0 or n and start + n > append.rotary_cos.shape[0]:
-            raise ValueError(f"rotary_cos has {append.rotary_cos.shape[0]} positions, and sample {b} needs those from "
-                             f"{name} {start} on, as many as its {n} rows")
-
-
 def check_room(whose, seqused_name, begin, num_new, capacity):
-    """ValueError unless a cache has room for so many new keys from place `begin` on."""
     if not holds(begin + num_new <= capacity):
         raise ValueError(f"the cache has no room for the new keys{whose}: {seqused_name} is {begin}, {num_new} are "
                          f"new, and there is room for {capacity}")
 
 
-def _num_rows(x, cu_seqlens):
+def _num_rows(x, lengths):
     """How many rows of x each sample has, as a list."""
-    return [x.shape[2]] * x.shape[0] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    return lengths.cu_seqlens_q.diff().tolist() if lengths.is_packed else [x.shape[2]] * x.shape[0]
 
 
 def append_shapes(k_new, v_new, k_cache, v_cache, *of_append):
-    """Makes uninitialized outputs of an op that appends: the rotated q and the lengths, as Backend.append returns them.
-    An output that the call does not have is empty."""
+    """Uninitialized outputs of an op that appends: the rotated q and the lengths, as Backend.append returns them."""
     append = Append(*of_append)
     is_rotated = append.q is not None and append.rotary_cos is not None
     q_rotated = empty_like(append.q) if is_rotated else k_new.new_empty(0)
-    batch_size = 0 if append.seqused_k is None else append.seqused_k.shape[0]
-    return q_rotated, k_new.new_empty(batch_size, dtype=torch.int32)
+    return q_rotated, k_new.new_empty(0 if append.seqused_k is None else append.seqused_k.shape[0], dtype=torch.int32)
 
 
-def append_in_torch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, append: Append) -> tuple[Tensor, Tensor]:
-    """A Backend's append: an op where something traces or watches."""
-    if is_eager(k, v, k_cache, v_cache, append.q):
-        return _append(k, v, k_cache, v_cache, append)
-    return torch.ops.minimal_attn.torch_append(k, v, k_cache, v_cache, *append)
-
-
-@torch.library.custom_op("minimal_attn::torch_append", mutates_args=("k_cache", "v_cache"), schema=(
-    f"(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, {schema_of(Append)}) -> (Tensor, Tensor)"))
-def _torch_append(k_new, v_new, k_cache, v_cache, *of_append):
-    return _append(k_new, v_new, k_cache, v_cache, Append(*of_append))
-
-
-_torch_append.register_fake(append_shapes)
-
-
-def _append(k, v, k_cache, v_cache, append):
+def append_in_torch(k, v, k_cache, v_cache, append):
+    """A Backend's append."""
+    size = k_cache.shape[2]
     q_rotated, lengths = append_shapes(k, v, k_cache, v_cache, *append)
     if append.slot_mapping is not None:
-        slot, size = append.slot_mapping, max(1, k_cache.shape[2])
+        slot, size = append.slot_mapping, max(1, size)
         sequence, place, is_valid = slot.div(size, rounding_mode="floor"), slot % size, True
     else:
         capacity = capacity_of(k_cache, Cache(append.page_table))
-        append = append._replace(seqused_k=append.seqused_k.clamp(0, capacity))
-        starts = (append.seqused_k if append.rotary_seqlens is None else append.rotary_seqlens).long()
-        sample, row, is_padding = _rows_of(k, append.cu_seqlens_k_new)
+        taken = append.seqused_k.long().clamp(0, capacity)
+        sample, row, num_new = _rows_of(k, append.cu_seqlens_k_new)
         if append.rotary_cos is not None:
+            starts = taken if append.rotary_seqlens is None else append.rotary_seqlens.long()
             k = _rotated(k, starts[sample] + row, append)
             if append.q is not None:
                 q_sample, q_row, _ = _rows_of(append.q, append.cu_seqlens_q)
                 q_rotated.copy_(_rotated(append.q, starts[q_sample] + q_row * append.q_advances, append))
-        sequence, place, is_valid, lengths = _places(k_cache, sample, row, is_padding, append)
+        place = taken[sample] + row
+        is_valid = (row < num_new[sample]) & (place < capacity)
+        lengths = (taken + num_new).clamp(max=capacity).int()
+        cache = append if capacity else append._replace(page_table=None)
+        sequence, place = place_in_cache(sample, place.clamp(max=max(0, capacity - 1)), cache, size)
     is_valid = is_valid & (sequence >= 0) & (sequence < k_cache.shape[0])
     for cache, new in ((k_cache, k), (v_cache, v)):
         _write(cache, new, *(x.flatten() for x in (sequence, place, is_valid)))
@@ -176,24 +149,14 @@ def _append(k, v, k_cache, v_cache, append):
 
 
 def _rows_of(x, cu_seqlens):
-    """The sample of each row, its number within that, and whether it is padding: (B, S), or (1, T) of a packed x."""
-    batch_size, _, seqlen, _ = x.shape
-    if cu_seqlens is not None:
-        return (y[None] for y in places_of_rows(*begins_and_lengths(cu_seqlens, seqlen), seqlen))
-    sample, row = torch.arange(batch_size, device=x.device)[:, None], torch.arange(seqlen, device=x.device)
-    return *torch.broadcast_tensors(sample, row), torch.zeros(batch_size, seqlen, dtype=torch.bool, device=x.device)
-
-
-def _places(k_cache, sample, row, is_padding, append):
-    """(sequence, place, is_valid) of each new row, and the lengths (B,) after them."""
-    size, capacity = k_cache.shape[2], capacity_of(k_cache, Cache(append.page_table))
-    seqused = append.seqused_k.long()
-    num_new = torch.zeros_like(seqused).index_add(0, sample.flatten(), (~is_padding).flatten().long())
-    lengths = (seqused + num_new).clamp(0, capacity).int()
-    place = seqused[sample] + row
-    is_valid = ~is_padding & (place < capacity)
-    cache = append if capacity else append._replace(page_table=None)
-    return *place_in_cache(sample, place.clamp(max=max(0, capacity - 1)), cache, size), is_valid, lengths
+    """The sample of each row of x and its number within that, (B, S), or (1, T) of a packed x, and how many rows each
+    sample has, (B,)."""
+    shape = x.shape[0], x.shape[2]
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(shape[0] + 1, device=x.device) * shape[1]
+    begin, num_rows = begins_and_lengths(cu_seqlens, shape[0] * shape[1])
+    sample, row, _ = places_of_rows(begin, num_rows, shape[0] * shape[1])
+    return sample.view(shape), row.view(shape), num_rows
 
 
 def _rotated(x, position, append):
@@ -210,11 +173,9 @@ def _rotated(x, position, append):
 
 
 def _write(cache, new, sequence, place, is_valid):
-    """The valid rows of new (B, Hk, S, D) into cache, in which sequence and place (B · S,) say where they go.
-
-    The host waits for nothing, so that a CUDA graph can hold this. A row that is not valid becomes a copy of one that
-    is. Where none is, all become one row that is in the cache, which then stays what it is.
-    """
+    """The valid rows of new (B, Hk, S, D) into cache, in which sequence and place (B · S,) say where they go. The host
+    waits for nothing, so that a CUDA graph can hold this: a row that is not valid becomes a copy of one that is, and
+    where none is, all become one row that is in the cache."""
     if not (new.numel() and cache.numel()):
         return
     rows, cache = new.transpose(1, 2).flatten(0, 1), cache.transpose(1, 2)

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout, pad
 
-from ..checks import check_max_seqlens, check_number, check_qkv, checked_options, is_known, sum_dtype
+from ..checks import check_max_seqlens, check_number, check_qkv, checked_options, sum_dtype
 from ..options import Options
 from .dropout import keep_mask, keep_scale
 from .packed import as_padded
-from .scores import visible_keys, with_scores
+from .scores import as_attn_mask, visible_keys, with_mask
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -27,9 +28,7 @@ def without_autocast(function):
 
     @functools.wraps(function)
     def wrapped(q, *args, **kwargs):
-        if q.is_meta:  # which knows no autocast
-            return function(q, *args, **kwargs)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # meta knows no autocast
             return function(q, *args, **kwargs)
 
     return wrapped
@@ -46,29 +45,25 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
                         attn_bias: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
-    The same function as flash_attention, which describes arguments and errors, but torch.autocast casts nothing here.
-    Differentiable.
+    The same function as flash_attention, which describes arguments, results and errors, but torch.autocast casts
+    nothing here. Differentiable. dropout.py says which probabilities dropout_seed drops.
 
     Args:
         q: (B, H, Sq, D) or (B·H, Sq, D), float32, float16, bfloat16 or float64.
         k, v: (B, Hk, Sk, D), H a multiple of Hk, or (B·H, Sk, D).
         max_seqlen_q, max_seqlen_k: checked, but not used.
-        All others: as for flash_attention. dropout.py says which probabilities dropout_seed drops.
 
     Returns:
         out, of q's shape, with v's head_dim, and q's dtype; with return_lse a tuple (out, lse), lse (B, H, Sq) or
-        (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log, of the scores before dropout. A row that sees no key has
-        out 0 and lse -inf, or its sink.
+        (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log, of the scores before dropout.
     """
     check_qkv(q, k, v, DTYPES)
     check_max_seqlens(max_seqlen_q, max_seqlen_k)
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
                     dropout_p=dropout_p, dropout_seed=dropout_seed)
     options = checked_options(given, q, k, causal, window_size, seq_lens)
-    if q.ndim == 3:
-        out, lse = (x.squeeze(1) for x in reference_forward(*(x.unsqueeze(1) for x in (q, k, v)), options))
-    else:
-        out, lse = reference_forward(q, k, v, options)
+    out, lse = reference_forward(*(x if q.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), options)
+    out, lse = (x if q.ndim == 4 else x.squeeze(1) for x in (out, lse))
     return (out, lse) if return_lse else out
 
 
@@ -84,44 +79,34 @@ def reference_forward(q, k, v, options):
     """(out, lse) of checked 4D inputs, as a Backend's forward; not for fp8."""
     if options.lengths.is_packed:
         return as_padded(reference_forward, q, k, v, options)
-    acc_dtype = sum_dtype(q.dtype)
-    groups = q.shape[1] // k.shape[1]  # query heads that share a key/value head
-    mask = visible_keys(q.shape[2], k.shape[2], options.window, options.lengths, q.device)
-    if mask is not None:
-        q, k, v = without_padding(q, k, v, mask)
+    seqlen_q, seqlen_k, acc_dtype = q.shape[2], k.shape[2], sum_dtype(q.dtype)
+    visible = visible_keys(seqlen_q, seqlen_k, options.window, options.lengths, q.device)
+    if visible is not None:
+        q, k, v = without_padding(q, k, v, visible)
+    mask, groups = as_attn_mask(q, k, options, visible), q.shape[1] // k.shape[1]  # query heads that share a key head
     k, v = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = with_scores(q.to(acc_dtype) @ k.transpose(-2, -1) * options.softmax_scale, options)
-    # Scores of -inf are masked as well: the derivative of logsumexp is NaN in rows that hold nothing else.
-    is_masked = scores == -math.inf if mask is None else ~mask | (scores == -math.inf)
-    scores = scores.masked_fill(is_masked, -math.inf)
-    # Relative to a row's largest score: beside finfo.min, which hides keys in some models, the logarithm would be lost.
-    scores, row_max = relative_to_max(scores)
-    lse = scores.logsumexp(-1)
-    sees_no_key = (lse == -math.inf)[..., None]
-    if options.sinks is not None:  # one more term of each sum, but not in padding
-        sinks = options.sinks[:, None] - row_max
-        is_empty = (lse == -math.inf) & (sinks == -math.inf)  # the derivative of logaddexp is NaN there
-        lse = torch.logaddexp(lse, sinks.masked_fill(is_empty, 0)).masked_fill(is_empty, -math.inf)
+    scores = q.to(acc_dtype) @ k.transpose(-2, -1) * options.softmax_scale
+    if options.softcap > 0:
+        scores = options.softcap * (scores / options.softcap).tanh()
+    scores = with_mask(scores, mask)
+    row_max = pad(scores.detach(), (0, 1), value=-math.inf).amax(-1, keepdim=True)  # -inf where no key is seen
+    if options.sinks is not None:  # one more score of each row, without a value; but none in padding
+        sinks = options.sinks[:, None, None].expand(*scores.shape[:3], 1)
         if options.lengths.seqused_q is not None:
-            rows = torch.arange(q.shape[2], device=q.device)
-            lse = lse.masked_fill(rows >= options.lengths.seqused_q[:, None, None], -math.inf)
+            rows = torch.arange(seqlen_q, device=q.device)[:, None]
+            sinks = sinks.masked_fill(rows >= options.lengths.seqused_q[:, None, None, None], -math.inf)
+        scores = with_mask(torch.cat((scores, sinks), -1), None)
+    # Relative to a row's largest score: beside finfo.min, which hides keys in some models, the logarithm would be lost.
+    base = row_max.masked_fill(~row_max.isfinite(), 0)
+    scores = scores - base
+    lse = scores.logsumexp(-1, keepdim=True)
     # A row without keys has lse -inf; against 0 its probabilities exp(-inf - 0) are 0 rather than NaN.
-    probabilities = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
+    probabilities = (scores - lse.masked_fill(lse == -math.inf, 0)).exp()[..., :seqlen_k]
     if options.dropout_seed is not None:
-        keep = keep_mask(options.dropout_seed, options.dropout_p, *scores.shape, q.device)
+        keep = keep_mask(options.dropout_seed, options.dropout_p, *probabilities.shape, q.device)
         probabilities = probabilities.masked_fill(~keep, 0) * keep_scale(options.dropout_p)
-    out = probabilities @ v
-    return out.masked_fill(sees_no_key, 0).to(q.dtype), lse + row_max  # 0, also where V is not finite
-
-
-def relative_to_max(scores):
-    """Returns (scores - row_max, row_max). row_max (B, H, Sq) is each row's largest score, or 0 if that is not finite.
-    It counts as a constant."""
-    if is_known(scores.shape[-1] == 0):
-        return scores, scores.new_zeros(scores.shape[:-1])
-    row_max = scores.detach().amax(-1)
-    row_max = row_max.masked_fill(~row_max.isfinite(), 0)
-    return scores - row_max[..., None], row_max
+    out = (probabilities @ v).masked_fill(row_max == -math.inf, 0)  # 0, also where V is not finite
+    return out.to(q.dtype), (lse + base).squeeze(-1)
 
 
 @without_autocast
@@ -133,8 +118,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, d
     Args:
         q, k, v: (B, N, D), one float dtype; the sums are kept in fp32 (fp64 for fp64 inputs).
         block_size: keys per block, at least 1.
-        dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p). Applied whenever
-            it is above 0, as torch's scaled_dot_product_attention does.
+        dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p).
 
     Returns:
         (B, N, D), with v's head_dim, in q's dtype.
@@ -147,19 +131,18 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, d
         raise ValueError(f"blockwise_attention expects q, k and v of shape (B, N, D), got {tuple(q.shape)}")
     check_number("block_size", block_size)
     check_number("dropout_p", dropout_p)
-    acc_dtype = sum_dtype(q.dtype)
-    scale = 1 / math.sqrt(q.shape[-1])
-    row_max = torch.full((*q.shape[:2], 1), -math.inf, dtype=acc_dtype, device=q.device)
-    row_sum = torch.zeros_like(row_max)
-    acc_o = torch.zeros(*q.shape[:2], v.shape[-1], dtype=acc_dtype, device=q.device)
+    dtype, scale = q.dtype, 1 / math.sqrt(q.shape[-1])
+    q, k, v = (x.to(sum_dtype(dtype)) for x in (q, k, v))
+    row_max = q.new_full((*q.shape[:2], 1), -math.inf)
+    row_sum, acc_o = torch.zeros_like(row_max), q.new_zeros(*q.shape[:2], v.shape[-1])
     for k_block, v_block in zip(k.split(block_size, dim=1), v.split(block_size, dim=1)):
-        scores = q.to(acc_dtype) @ k_block.to(acc_dtype).transpose(-2, -1) * scale
+        scores = q @ k_block.transpose(-2, -1) * scale
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         p = (scores - new_max).exp()
         # Sums so far are relative to the old maximum. This factor converts them: it is what "online" rests on.
         rescale = (row_max - new_max).exp()
         row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
         # Dropout belongs to the normalised probabilities: it thins what meets V, never the sum that normalises.
-        acc_o = acc_o * rescale + torch.nn.functional.dropout(p, dropout_p) @ v_block.to(acc_dtype)
+        acc_o = acc_o * rescale + dropout(p, dropout_p) @ v_block
         row_max = new_max
-    return (acc_o / row_sum).to(q.dtype) if k.shape[1] else acc_o.to(q.dtype)
+    return (acc_o / row_sum if k.shape[1] else acc_o).to(dtype)

@@ -24,14 +24,8 @@ def _multiply(x, factor):
 
 
 def philox(counter, key):
-    """Philox-4x32-7: four random words of a counter of four words and a key of two.
-
-    Args:
-        counter, key: int64 tensors with values from 0 to 2³² - 1, broadcastable among themselves.
-
-    Returns:
-        A tuple of four int64 tensors with values from 0 to 2³² - 1.
-    """
+    """Philox-4x32-7: four random words of a counter of four words and a key of two. Each word is an int64 tensor with
+    values from 0 to 2³² - 1. They broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -54,21 +48,17 @@ def keep_scale(dropout_p):
 
 
 def seed_with_origins(seed, origins):
-    """A dropout_seed of a call that is a part of a larger problem, and drops what a call with all of it would.
+    """A dropout_seed (1 + 4 · B,) of a call that is a part of a larger problem, and drops what a call with all would.
 
-    Args:
-        seed: int64, one element.
-        origins: int64 (B, 4), on its device, one row a sample: its first row and its first key in the larger
-            problem, multiples of 16, the number of its first query head, and that of the sample.
-
-    Returns:
-        int64 (1 + 4 · B,).
+    seed: int64, one element. origins: int64 (B, 4), on its device, one row a sample: its first row and its first key in
+    the larger problem, multiples of 16, the number of its first query head, and that of the sample.
     """
     return torch.cat((seed.view(1), origins.flatten()))
 
 
 def keep_mask(seed, dropout_p, batch_size, nheads, seqlen_q, seqlen_k, device):
-    """Which probabilities survive dropout.
+    """Which probabilities survive dropout: bool (B, H, Sq, Sk). About 16 bytes an element are in use on the way, as the
+    words are int64.
 
     One Philox call serves eight elements of a tile of 16 rows and 16 columns: rows r and r + 8, r < 8, and columns 2c,
     2c + 1, 2c + 8 and 2c + 9, c < 4. These are what one thread holds of such a tile (PTX ISA, operand A of
@@ -81,15 +71,8 @@ def keep_mask(seed, dropout_p, batch_size, nheads, seqlen_q, seqlen_k, device):
         number  = the low 15 bits of the word's low half for an even column, of its high half for an odd one
 
     and an element is kept if number + keep_count(dropout_p) is at least 2¹⁵. Rows, columns, heads and samples are
-    numbered from the origins in the seed, if it has some.
-
-    Args:
-        seed: int64, one element, or a seed_with_origins, on `device`; its value is not read on the host, so CUDA graphs
-            may change it.
-        dropout_p: share to drop, in [0, 1].
-
-    Returns:
-        bool (B, H, Sq, Sk). About 16 bytes an element are in use on the way, as the words are int64.
+    numbered from the origins in the seed, if it has some. seed: int64, one element, or a seed_with_origins, on
+    `device`. Its value is not read on the host, so CUDA graphs may change it.
     """
     seed, origins = seed.view(-1).tensor_split((1,))
     key = seed & MASK32, seed >> 32 & MASK32

@@ -1,8 +1,7 @@
 """Packed batches: samples of different lengths one after the other, without padding between them.
 
-unpad_input and pad_input go from a padded batch to a packed one and back. as_padded gives a packed batch to backends
-that know padded ones alone, and with_own_keys gives one whose samples share keys to those that have no gradients of
-it. Read next: ../checks.py, what is checked of lengths.
+unpad_input and pad_input go from a padded batch to a packed one and back. as_padded is for backends that know padded
+batches alone, with_own_keys for those without gradients of keys that samples share. Read next: ../checks.py.
 """
 
 import torch
@@ -24,7 +23,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
 
     Returns:
         (packed (T, ...), indices int64 (T,) of its rows in hidden_states.flatten(0, 1), cu_seqlens int32 (B + 1,), the
-        largest length, seqused int32 (B,), the lengths).
+        largest length, the lengths int32 (B,)).
 
     Raises:
         TypeError: what is no dense tensor, or a mask of another dtype. ValueError: a wrong shape or device.
@@ -54,15 +53,12 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         TypeError: what is no dense tensor, indices that are not int64, or a size that is no int. ValueError: a wrong
         shape, size or device, or more rows than the padded batch has.
     """
-    x = hidden_states
+    x, total = hidden_states, check_number("batch", batch) * check_number("seqlen", seqlen)
     check_tensor("hidden_states", x)
-    check_number("batch", batch)
-    check_number("seqlen", seqlen)
     check_tensor_of("indices", indices, x.device, shapes=(x.shape[:1],))
-    if not holds(x.shape[0] <= batch * seqlen):
-        raise ValueError(f"hidden_states has {x.shape[0]} rows, more than batch · seqlen = {batch * seqlen}")
-    padded = x.new_zeros(batch * seqlen, *x.shape[1:]).index_copy(0, indices, x)
-    return padded.unflatten(0, (batch, seqlen))
+    if not holds(x.shape[0] <= total):
+        raise ValueError(f"hidden_states has {x.shape[0]} rows, more than batch · seqlen = {total}")
+    return x.new_zeros(total, *x.shape[1:]).index_copy(0, indices, x).unflatten(0, (batch, seqlen))
 
 
 def check_mask(name, mask, x):
@@ -75,20 +71,17 @@ def check_mask(name, mask, x):
 
 
 def as_padded(forward, q, k, v, options):
-    """(out, lse) of a packed batch, by a Backend's forward of padded batches.
-
-    Each sample is copied to the start of rows of its own, so nothing of the others can reach it.
-    """
+    """(out, lse) of a packed batch, by a Backend's forward of padded batches. Each sample is copied to rows of its own,
+    so nothing of the others can reach it."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = options.lengths
     begin_q, seqlen_q = begins_and_lengths(cu_seqlens_q, q.shape[2])
     if seqused_q is not None:
         seqlen_q = seqlen_q.minimum(seqused_q.clamp(min=0))
     begin_k, seqlen_k = _keys(cu_seqlens_k, seqused_k, k.shape[2])
-    k_rows = _padded_rows(begin_k, seqlen_k, k.shape[2])
+    rows, keys = _padded_rows(begin_q, seqlen_q, q.shape[2]), _padded_rows(begin_k, seqlen_k, k.shape[2])
     lengths = Lengths(seqused_q=seqlen_q.int(), seqused_k=seqlen_k.int())
-    padded = (x[0][:, rows].transpose(0, 1) for x, rows in (
-        (q, _padded_rows(begin_q, seqlen_q, q.shape[2])), (k, k_rows), (v, k_rows)))
-    out, lse = forward(*padded, options.with_lengths(lengths))
+    out, lse = forward(*(x[0][:, at].transpose(0, 1) for x, at in ((q, rows), (k, keys), (v, keys))),
+                       options.with_lengths(lengths))
     sample, row, is_padding = places_of_rows(begin_q, seqlen_q, q.shape[2])
     row = row.clamp(max=out.shape[2] - 1)
     out = out[sample, :, row].transpose(0, 1)[None].masked_fill(is_padding[:, None], 0)
@@ -99,14 +92,12 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     """k, v and lengths of the same packed batch, in which no two samples share keys: copies of the keys of one sample
     after the other. Gradients of what was copied more than once are added up in fp32 and in a fixed order.
 
-    The copies have B · max_seqlen_k rows. If max_seqlen_k is no int, the host waits for the largest length, as for
-    backend="torch". Where it cannot, in a CUDA graph or under torch.compile, there is room for all keys in each sample.
-
-    A max_seqlen_k below the length of a sample is an error where the host may read that. Elsewhere the keys of such a
-    sample are NaN, and so are its result and its gradients.
+    The copies have B · max_seqlen_k rows. If max_seqlen_k is no int, the host waits for the largest length. Where it
+    cannot, in a CUDA graph or under torch.compile, there is room for all keys in each sample.
 
     Raises:
-        ValueError: on the CPU, a max_seqlen_k below the length of a sample.
+        ValueError: a max_seqlen_k below the length of a sample, where the host may read that. Elsewhere the keys of
+        such a sample are NaN, and so are its result and its gradients.
     """
     total, batch_size = k.shape[2], lengths.seqused_k.shape[0]
     begin, seqlen = _keys(lengths.cu_seqlens_k, lengths.seqused_k, total)
@@ -116,28 +107,26 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
     if longest is not None and max_seqlen_k < longest:
         raise ValueError(f"max_seqlen_k must be at least the largest of seqused_k, {longest}, got {max_seqlen_k}")
     capacity = torch.sym_max(torch.sym_min(max_seqlen_k, total), 1)
-    seqlen_own = seqlen.clamp(max=capacity)
-    ends = seqlen_own.cumsum(0)
-    row = torch.arange(batch_size * capacity, device=k.device)
-    sample = torch.searchsorted(ends, row, right=True).clamp(max=batch_size - 1)
-    own_begin = ends - seqlen_own
+    bounds = pad(seqlen.clamp(max=capacity).cumsum(0), (1, 0))
+    sample, row, _ = places_of_rows(bounds[:-1], seqlen, batch_size * capacity)
     # Rows after the last sample are copies of any keys: no row of q sees them, and their gradients are 0.
-    rows = torch.where(row < ends[-1], begin[sample] + row - own_begin[sample], row % total)
-    bounds = pad(ends, (1, 0)).int()
-    k, v = _take_rows(k, rows), _take_rows(v, rows)
+    rows = (begin[sample] + row) % total
+    k, v = (_take_rows(x[0].transpose(0, 1), rows) for x in (k, v))
     if longest is None and not is_known(capacity >= total):
         # By a factor, which gradients have too: masked_fill would make theirs 0.
-        factor = k.new_ones(batch_size).masked_fill(seqlen > capacity, float("nan"))[sample, None]
+        factor = k.new_ones(batch_size).masked_fill(seqlen > capacity, float("nan"))[sample, None, None]
         k, v = k * factor, v * factor
-    return k, v, lengths._replace(cu_seqlens_k=bounds, seqused_k=None)
+    k, v = (x.transpose(0, 1)[None] for x in (k, v))
+    return k, v, lengths._replace(cu_seqlens_k=bounds.int(), seqused_k=None)
 
 
 # These two are ops, since torch.compile would make atomics of what is in the second one, and Dynamo of torch 2.11 loses
-# the gradient of an autograd.Function around it.
+# the gradient of an autograd.Function around it. Each is the derivative of the other. Second derivatives so reach a
+# kernel, whose error says that it has none.
 @torch.library.custom_op("minimal_attn::take_rows", mutates_args=())
 def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[:, :, rows] of x (1, H, T, D)."""
-    return x[:, :, rows].contiguous()  # heads that overlap would stay the innermost dimension
+    """x (T, ...) at the rows (N,): (N, ...), contiguous."""
+    return x.index_select(0, rows)
 
 
 @torch.library.custom_op("minimal_attn::add_rows", mutates_args=())
@@ -153,27 +142,18 @@ def _add_rows(parts: Tensor, rows: Tensor, total: int) -> Tensor:
     return sums.to(parts.dtype)
 
 
-_take_rows.register_fake(lambda x, rows: x.new_empty(*x.shape[:2], rows.shape[0], x.shape[3]))
-_add_rows.register_fake(lambda parts, rows, total: parts.new_empty(total, *parts.shape[1:]))
-
-
 def _save_rows(ctx, inputs, output):
     x, rows, *_ = inputs
     ctx.save_for_backward(rows)
-    ctx.total = x.shape[2]  # of _take_rows
+    ctx.total = x.shape[0]
 
 
-def _take_rows_backward(ctx, dout):
-    return _add_rows(dout[0].transpose(0, 1), ctx.saved_tensors[0], ctx.total).transpose(0, 1)[None], None
-
-
-def _add_rows_backward(ctx, dsums):
-    return _take_rows(dsums.transpose(0, 1)[None], ctx.saved_tensors[0])[0].transpose(0, 1), None, None
-
-
-_take_rows.register_autograd(_take_rows_backward, setup_context=_save_rows)
-# For second derivatives, which then reach a kernel, whose error says that it has none.
-_add_rows.register_autograd(_add_rows_backward, setup_context=_save_rows)
+_take_rows.register_fake(lambda x, rows: x.new_empty(*rows.shape, *x.shape[1:]))
+_add_rows.register_fake(lambda parts, rows, total: parts.new_empty(total, *parts.shape[1:]))
+_take_rows.register_autograd(lambda ctx, dout: (_add_rows(dout, *ctx.saved_tensors, ctx.total), None),
+                             setup_context=_save_rows)
+_add_rows.register_autograd(lambda ctx, dsums: (_take_rows(dsums, *ctx.saved_tensors), None, None),
+                            setup_context=_save_rows)
 
 
 def begins_and_lengths(cu_seqlens, total):
@@ -184,8 +164,7 @@ def begins_and_lengths(cu_seqlens, total):
 
 
 def places_of_rows(begin, seqlen, total):
-    """(total,) each, of the rows of a packed batch: their samples, their numbers within these, and whether they are
-    padding."""
+    """(total,) each, of the rows of a packed batch: sample, number within it, and whether the row is padding."""
     row = torch.arange(total, device=begin.device)
     sample = torch.searchsorted(begin.cummax(0).values, row, right=True) - 1
     row = row - begin[sample]
@@ -201,6 +180,5 @@ def _keys(cu_seqlens_k, seqused_k, total):
 def _padded_rows(begin, seqlen, total):
     """Row numbers (B, S) in the packed tensor of each row of the padded one. S is the length of the longest sample, or
     `total` where the lengths cannot be read."""
-    longest = max(1, int(seqlen.max())) if can_read(seqlen) else total
-    rows = begin[:, None] + torch.arange(min(longest, total), device=begin.device)
-    return rows.clamp(max=total - 1)
+    longest = min(max(1, int(seqlen.max())), total) if can_read(seqlen) else total
+    return (begin[:, None] + torch.arange(longest, device=begin.device)).clamp(max=total - 1)

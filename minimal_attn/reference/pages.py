@@ -14,61 +14,58 @@ def check_cached(q, k, v, lengths, cache, names=OWN):
     """Raise unless q (B, H, Sq, D) or packed (1, H, Tq, D), a cache in k (N, Hk, S, D) and v, lengths and cache fit
     together, and the keys that the samples use are there. v may have another head_dim. check_dtype follows."""
     check_fit(q, k, v, lengths, cache, names)
-    values = *lengths, cache.leftpad_k, cache.batch_idx, cache.page_table
-    if not q.is_cuda and all(x is None or can_read(x) for x in values):
-        _check_values(k, lengths.num_samples(q), lengths.seqused_k, cache, names)
+    if q.is_cuda or not all(x is None or can_read(x) for x in (*lengths, *cache[:3])):
+        return
+    batch_size, seqused_k = lengths.num_samples(q), lengths.seqused_k
+    ends = [capacity_of(k, cache)] * batch_size if seqused_k is None else seqused_k.tolist()
+    begins = [0] * batch_size if cache.leftpad_k is None else cache.leftpad_k.tolist()
+    for b, (begin, end) in enumerate(zip(begins, ends)):
+        check_index("leftpad_k", begin, end + 1, f"sample {b}", names)
+        check_sequences(f"sample {b}", b, begin, end, k, cache, names)
 
 
-def check_fit(q, k, v, lengths, cache, names=OWN):
-    """check_cached, but for the values of cache, which say where the keys of a sample are."""
+def check_fit(q, k, v, lengths, cache, names=OWN, is_written=False):
+    """check_cached, but for the values of cache, which say where a sample's keys are. is_written: as check_rows."""
     tensors = {"q": q, "k_cache": k, "v_cache": v}
     check_alike(None, names, **tensors)
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"Expected 4D tensors: {shapes_of(names, **tensors)}")
     check_heads(q, k, v, names, "k_cache", "v_cache")
-    check_rows(names, k_cache=k, v_cache=v)
+    check_rows(names, is_written, k_cache=k, v_cache=v)
     if cache.page_table is not None:
         check_tensor_of("page_table", cache.page_table, q.device, names=names)
     capacity = capacity_of(k, cache)
     check_sizes(q, capacity)
     check_samples(lengths, q, capacity, names)
-    batch_size = lengths.num_samples(q)
-    sizes = {"B": batch_size}
-    for name, x in (("cache_batch_idx", cache.batch_idx), ("leftpad_k", cache.leftpad_k)):
+    batch_size, has_rows = lengths.num_samples(q), cache.page_table is not None and cache.batch_idx is None
+    for name, x in (("cache_batch_idx", cache.batch_idx), ("leftpad_k", cache.leftpad_k),
+                    ("page_table", cache.page_table if has_rows else None)):
         if x is not None:
-            check_tensor_of(name, x, q.device, sizes, names)
-    if cache.page_table is not None and cache.batch_idx is None:
-        check_tensor_of("page_table", cache.page_table, q.device, sizes, names)
-    elif cache.page_table is not None:
-        if is_known(cache.page_table.shape[0] == 0) and not is_known(batch_size == 0):
-            raise ValueError(f"{names.get('page_table', 'page_table')} must have rows for cache_batch_idx to number, "
-                             f"got {shown(cache.page_table)}")
-    elif cache.batch_idx is None and not holds(k.shape[0] == batch_size):
+            check_tensor_of(name, x, q.device, {"B": batch_size}, names)
+    if cache.page_table is cache.batch_idx is None and not holds(k.shape[0] == batch_size):
         raise ValueError("without cache_batch_idx and page_table, the cache must have as many sequences as there are "
                          f"samples, {batch_size}: {shapes_of(names, **tensors)}")
+    if cache.page_table is not None and is_known(cache.page_table.shape[0] == 0) and not is_known(batch_size == 0):
+        raise ValueError(f"{names.get('page_table', 'page_table')} must have rows for cache_batch_idx to number, got "
+                         f"{shown(cache.page_table)}")
 
 
-def check_rows(names=OWN, **caches):
-    """ValueError unless the last dimension of each cache is contiguous."""
+def check_rows(names=OWN, is_written=False, **caches):
+    """ValueError unless the last dimension of each cache is contiguous, or if one is written whose elements share
+    memory, so that a row is not written alone."""
     for name, x in caches.items():
         if not holds(x.stride(-1) == 1):
             raise ValueError(f"{names.get(name, name)} must be contiguous in its last dimension, since no cache is "
                              f"copied, got strides {x.stride()}")
+        if is_written and any(is_known(step == 0) and is_known(size > 1) for step, size in zip(x.stride(), x.shape)):
+            raise ValueError(f"{names.get(name, name)} cannot be written, since its elements share memory: shape "
+                             f"{tuple(x.shape)}, strides {x.stride()}")
 
 
 def capacity_of(k, cache):
     """How many keys a sample has room for: none in a cache without sequences."""
     sequences = 1 if cache.page_table is None else cache.page_table.shape[1]
     return 0 if is_known(k.shape[0] == 0) else k.shape[2] * sequences
-
-
-def _check_values(k, batch_size, seqused_k, cache, names):
-    """ValueError unless the samples use keys that the cache has. seqused_k is checked."""
-    ends = [capacity_of(k, cache)] * batch_size if seqused_k is None else seqused_k.tolist()
-    begins = [0] * batch_size if cache.leftpad_k is None else cache.leftpad_k.tolist()
-    for b, (begin, end) in enumerate(zip(begins, ends)):
-        check_index("leftpad_k", begin, end + 1, f"sample {b}", names)
-        check_sequences(f"sample {b}", b, begin, end, k, cache, names)
 
 
 def check_sequences(whose, b, begin, end, k, cache, names):
@@ -100,37 +97,28 @@ def place_in_cache(sample, key, cache, size):
 
 
 def over_gathered(forward):
-    """A Backend's forward_cached, by its forward on copies of what the samples use."""
+    """A Backend's forward_cached, by its forward on copies (B, Hk, capacity, D) of what the samples use, with anything
+    beyond their keys. For a packed q they are packed, with the same room for each. Values are clamped as in kernels."""
 
     def forward_cached(q, k, v, options, cache):
-        k, v, lengths = gathered(q, k, v, options.lengths, cache)
-        is_seen = None if cache.tree_mask is None else seen_in_tree(cache.tree_mask, k.shape[2], lengths)
-        return forward(q, k, v, options.with_lengths(lengths)._replace(attn_bias=is_seen))
+        lengths, capacity = options.lengths, capacity_of(k, cache)
+        sample = torch.arange(lengths.num_samples(q), device=k.device)[:, None]
+        key, seqused = torch.arange(capacity, device=k.device), torch.full_like(sample, capacity)
+        if lengths.seqused_k is not None:
+            seqused = lengths.seqused_k.long().clamp(0, capacity)[:, None]
+        if cache.leftpad_k is not None:
+            leftpad = cache.leftpad_k.long()[:, None].clamp(min=0)
+            key, seqused = key + leftpad, (seqused - leftpad).clamp(min=0)
+        sequence, place = place_in_cache(sample, key.clamp(max=capacity - 1), cache, k.shape[2])
+        sequence, place = torch.broadcast_tensors(sequence.clamp(0, k.shape[0] - 1), place)
+        k, v = (x[sequence, :, place].transpose(1, 2) for x in (k, v))
+        options = options._replace(seqused_k=seqused[:, 0].int())
+        if cache.tree_mask is not None:
+            options = options._replace(attn_bias=seen_in_tree(cache.tree_mask, capacity, options.lengths))
+        if lengths.is_packed:
+            k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (k, v))
+            bounds = torch.arange(len(sample) + 1, dtype=torch.int32, device=k.device) * capacity
+            options = options._replace(cu_seqlens_k=bounds)
+        return forward(q, k, v, options)
 
     return forward_cached
-
-
-def gathered(q, k, v, lengths, cache):
-    """(k, v, lengths) of the batch that a cache stands for: copies (B, Hk, capacity, D), with anything beyond a
-    sample's keys. For a packed q they are packed as well, with the same room for each sample. Values are clamped as
-    kernels clamp them.
-    """
-    num_sequences, nheads_k, size, _ = k.shape
-    batch_size, capacity = lengths.num_samples(q), capacity_of(k, cache)
-    key = torch.arange(capacity, device=k.device).expand(batch_size, -1)
-    seqused = key.new_full((batch_size,), capacity) if lengths.seqused_k is None else lengths.seqused_k.long()
-    seqused = seqused.clamp(0, capacity)[:, None]
-    if cache.leftpad_k is not None:
-        leftpad = cache.leftpad_k.long()[:, None].clamp(min=0)
-        key, seqused = key + leftpad, (seqused - leftpad).clamp(min=0)
-    if not is_known(num_sequences == 0):
-        sample = torch.arange(batch_size, device=k.device)[:, None]
-        sequence, place = place_in_cache(sample, key.clamp(max=capacity - 1), cache, size)
-        k, v = (x[sequence.clamp(0, num_sequences - 1), :, place].transpose(1, 2) for x in (k, v))
-    else:
-        k, v = (x.new_zeros(batch_size, nheads_k, capacity, x.shape[-1]) for x in (k, v))
-    if not lengths.is_packed:
-        return k, v, lengths._replace(seqused_k=seqused[:, 0].int())
-    begin = torch.arange(batch_size + 1, dtype=torch.int32, device=k.device) * capacity
-    k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (k, v))
-    return k, v, lengths._replace(cu_seqlens_k=begin, seqused_k=seqused[:, 0].int())

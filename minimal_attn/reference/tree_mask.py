@@ -31,8 +31,7 @@ def pack_tree_mask(tree_mask: Tensor) -> Tensor:
     check_tensor_of("tree_mask", tree_mask, tree_mask.device, {"Sq": seqlen}, dtypes=(torch.bool,),
                     shapes=(("Sq", "Sq"), ("B", "Sq", "Sq")))
     _check_tokens(seqlen)
-    bits = torch.arange(tree_mask.shape[-1], device=tree_mask.device)
-    return (tree_mask.long() << bits).sum(-1)
+    return (tree_mask.long() << torch.arange(seqlen, device=tree_mask.device)).sum(-1)
 
 
 def _check_tokens(seqlen):
@@ -41,15 +40,9 @@ def _check_tokens(seqlen):
 
 
 def check_tree_mask(tree_mask, q, causal, others):
-    """None, or the words (B, Sq) of tree_mask, which is bool or already words, as attention_with_kvcache describes it.
-    Their last dimension is contiguous. q (B, H, Sq, D) is checked. others: {name of an argument that tree masks are not
-    supported with: (whether it is given, what to do instead)}.
-
-    TypeError for what is no dense tensor of bool or int64, ValueError for a wrong shape or device and together with
-    causal, NotImplementedError together with one of the others.
-    """
-    if tree_mask is None:
-        return None
+    """The words (B, Sq) of tree_mask, bool or words, as attention_with_kvcache describes it, contiguous in their last
+    dimension. q (B, H, Sq, D) is checked. NotImplementedError together with one of the others, {name of an
+    argument: (whether it is given, what to do instead)}."""
     check_tensor("tree_mask", tree_mask)
     if causal:
         raise ValueError("causal=True cannot be given together with tree_mask, which takes its place")
@@ -61,14 +54,12 @@ def check_tree_mask(tree_mask, q, causal, others):
     check_tensor_of("tree_mask", tree_mask, q.device, {"B": q.shape[0], "Sq": q.shape[2]},
                     dtypes=(torch.bool, torch.int64), shapes=(rows, ("B", *rows)))
     words = pack_tree_mask(tree_mask) if tree_mask.dtype == torch.bool else tree_mask
-    if words.stride(-1) != 1:
-        words = words.contiguous()
-    return words.expand(q.shape[0], q.shape[2])
+    return words.contiguous().expand(q.shape[0], q.shape[2])
 
 
 def seen_in_tree(words, seqlen_k, lengths):
-    """Which keys of a padded batch the words (B, Sq) of a tree mask let a row see: bool (B, 1, Sq, Sk), without regard
-    to where rows and keys end."""
-    _, cols, seqlens_q, seqlens_k = positions(words.shape[1], seqlen_k, lengths, words.device)
-    new = cols - (seqlens_k - seqlens_q)
+    """Which keys of a padded batch a row sees by the words (B, Sq) of a tree mask, wherever rows and keys end: bool
+    (B, 1, Sq, Sk)."""
+    rows, cols, own = positions(words.shape[1], seqlen_k, lengths, words.device)
+    new = cols - (own - rows)
     return (new < 0) | (words[:, None, :, None] >> new.clamp(0, MAX_TOKENS - 1) & 1).bool()

@@ -2,11 +2,9 @@
 
 In torch's dispatcher, the functions of aten.py take the place of the CUDA kernels of aten's attention ops. A call that
 aten.py does not serve goes to the kernel that was there before, which torch.library.get_kernel kept. Above them,
-../../csrc/binding/sdpa_override.cpp serves everyday calls without Python, which costs the host less. On Hopper,
-scaled_dot_product_attention prefers cuDNN to flash attention, and masks never reach the latter. So all three of torch's
-fused kernels are replaced, and the order in which torch chooses one of them stays as it is.
-
-Read next: aten.py, the ops; ../../csrc/binding/sdpa_override.cpp.
+../../csrc/binding/sdpa_override.cpp serves everyday calls without Python, which costs the host less. All three of
+torch's fused kernels are replaced, and the order in which torch chooses one of them stays as it is: masks never reach
+flash attention, and Hopper prefers cuDNN. Read next: aten.py, the ops; ../../csrc/binding/sdpa_override.cpp.
 """
 
 import contextlib
@@ -20,7 +18,7 @@ from torch.nn.attention import (activate_flash_attention_impl, current_flash_att
                                 register_flash_attention_impl, restore_flash_attention_impl)
 
 from .. import _build
-from .aten import OPS, Unserved
+from .aten import OPS
 
 NAME = "minimal_attn"  # in torch's registry
 
@@ -33,9 +31,8 @@ def activate() -> None:
 
     This is scaled_dot_product_attention, with masks as well, torch.nn.attention.varlen.varlen_attn, nested tensors and
     torch's context parallelism, eager and compiled. Calls that our kernels do not serve stay with torch's: dropout,
-    float32 and all else that docs/integrations.md lists. It is for the whole process, until deactivate. Activating
-    twice is the same as once. An implementation that torch.nn.attention.activate_flash_attention_impl activated before,
-    such as "FA3", is replaced.
+    float32 and all else that docs/integrations.md lists. It is for the whole process, until deactivate. An
+    implementation that torch.nn.attention.activate_flash_attention_impl activated before, such as "FA3", is replaced.
 
     csrc is compiled here if it is not yet. This may initialize CUDA: fork before it, not after it.
 
@@ -51,9 +48,8 @@ def activate() -> None:
 def deactivate() -> None:
     """Undo activate, from any thread: later calls run on torch's own kernels. Nothing happens if it was not active.
 
-    A backward pass runs on the kernels that are active then. So activate and deactivate between two steps, not between
-    a forward pass and its backward pass, and not while other threads call attention. CUDA graphs that were captured
-    keep their kernels.
+    Activate and deactivate between two steps, not between a forward pass and its backward pass, and not while other
+    threads call attention. CUDA graphs that were captured keep their kernels.
     """
     with _lock:
         if current_flash_attention_impl() == NAME:
@@ -62,13 +58,8 @@ def deactivate() -> None:
 
 @contextlib.contextmanager
 def activated() -> Iterator[None]:
-    """activate within a with statement; at its end, what was active before it is active again. They may be nested.
-
-    It is for the whole process as well, not for one thread.
-
-    Raises:
-        RuntimeError: as activate.
-    """
+    """activate within a with statement, for the whole process as well. At its end, what was active before it is active
+    again. They may be nested. RuntimeError as activate."""
     with _lock:
         before = current_flash_attention_impl()
         activate()
@@ -91,14 +82,13 @@ def _load():
 class _Overrides:
     """The functions of aten.py and csrc/binding/sdpa_override.cpp as the kernels of aten's ops, until remove."""
 
-    def __init__(self, key: str):
-        originals = {name: torch.library.get_kernel(f"aten::{name}", key) for name in OPS}
-        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[key])
+    def __init__(self, key: str = "CUDA"):
+        _load()
         self._library = torch.library.Library("aten", "IMPL", key)
         with warnings.catch_warnings():  # torch warns of every kernel that replaces one
             warnings.simplefilter("ignore")
             for name, serve in OPS.items():
-                self._library.impl(name, _or_original(serve, originals[name], keys), key)
+                self._library.impl(name, _or_original(serve, name, key), key)
             of_cpp = getattr(_build.load(), "SdpaOverride", None)  # the library of the wheel has none
             self._override = of_cpp and of_cpp(key)
         _kept.extend(torch.library.get_kernel(f"aten::{name}", key) for name in OPS)
@@ -109,18 +99,16 @@ class _Overrides:
         self._library = None  # its destructor takes the kernels out
 
 
-def _or_original(serve, original, keys):
+def _or_original(serve, name, key):
+    original = torch.library.get_kernel(f"aten::{name}", key)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[key])
+
     def kernel(*args, **kwargs):
-        with contextlib.suppress(Unserved):
+        with contextlib.suppress(ValueError):
             return serve(*args, **kwargs)
         return original.call_boxed(keys, *args, **kwargs)
 
     return kernel
 
 
-def _register(key: str = "CUDA") -> _Overrides:
-    _load()
-    return _Overrides(key)
-
-
-register_flash_attention_impl(NAME, register_fn=_register)
+register_flash_attention_impl(NAME, register_fn=_Overrides)

@@ -2,8 +2,8 @@
 
 scaled_dot_product_attention, varlen_attn and nested tensors choose one of these ops, and autograd and torch.compile
 know the derivatives and the shapes of all of them. Each function here has the signature of an op and returns what the
-op's CUDA kernel returns, in the same shapes, strides and dtypes. It raises Unserved for a call that it does not serve:
-the caller then gives the call to torch's own kernel.
+op's CUDA kernel returns, in the same shapes, strides and dtypes. It raises ValueError for a call that it does not
+serve, as the checks of csrc do before a launch: the caller then gives the call to torch's own kernel.
 
     op                           q, k, v                     causal mask    lse                          out
     sdpa_flash                   (B, H, S, D)                bottom right   (B, H, Sq)                   strides of q
@@ -11,14 +11,11 @@ the caller then gives the call to torch's own kernel.
     sdpa_cudnn                   (B, H, S, D)                top left       (B, H, Sq, 1)                order of q
     sdpa_efficient               (B, H, S, D)                top left       (B, H, Sq rounded up to 32)  as (B, S, H, D)
 
-What stays with torch: dropout, since its kernels draw other random numbers than ours and both passes must drop the
-same; float32, whose precision torch.backends.cuda.matmul.allow_tf32 sets; debug masks, page tables and ALiBi, whose
-slopes torch does not hand to the backward pass.
-
-Read next: activation.py, which puts these functions in the place of torch's kernels.
+Torch keeps dropout, since its kernels draw other random numbers than ours and both passes must drop the same; float32,
+whose precision torch.backends.cuda.matmul.allow_tf32 sets; debug masks, page tables and ALiBi, whose slopes torch does
+not hand to the backward pass. Read next: activation.py, which puts these functions in the place of torch's kernels.
 """
 
-import functools
 import math
 
 import torch
@@ -29,28 +26,21 @@ from ..backends.cuda import _warn_slow
 from ..checks import NO_WINDOW
 
 HALVES = torch.float16, torch.bfloat16
-CAUSAL = -1, 0
+# Windows by is_causal, of which "top left" stands for one that the numbers of rows and keys tell.
+BOTTOM_RIGHT, TOP_LEFT = {False: NO_WINDOW, True: (-1, 0)}, {False: NO_WINDOW, True: "top left"}
 NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-
-
-class Unserved(Exception):
-    """The call stays with torch's kernel."""
 
 
 def _leave_if(*conditions):
     if any(conditions):
-        raise Unserved
+        raise ValueError("the call stays with torch's kernel")
 
 
 def _attend(q, k, v, scale, window, bias=None, lengths=NO_LENGTHS):
     """(out, lse) of q (B, H, Sq, D)."""
-    _leave_if(q.dtype not in HALVES, not q.dtype == k.dtype == v.dtype)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    try:
-        out, lse, slow_because = _build.load().flash_forward(q, k, v, *lengths, None, None, bias, scale, 0.0, *window,
-                                                             0.0, None, False)
-    except ValueError:  # from the checks before the launch: of shapes, strides, head_dims, devices, the scale
-        raise Unserved from None
+    k, v, scale, window = _checked(q, k, v, scale, window)
+    out, lse, slow_because = _build.load().flash_forward(q, k, v, *lengths, None, None, bias, scale, 0.0, *window, 0.0,
+                                                         None, False)
     if slow_because:
         _warn_slow(slow_because)
     return out, lse
@@ -61,43 +51,51 @@ def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LEN
 
     torch saves no lse where q, k and v require no grad, though the bias may, and neither do graphs of torch.export.
     """
-    _leave_if(dout is None, q.dtype not in HALVES, not q.dtype == k.dtype == v.dtype)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    _leave_if(dout is None)
+    seen_k, seen_v, scale, window = _checked(q, k, v, scale, window)
     if lse is None or lse.shape[2] < q.shape[2]:
-        _, lse = _attend(q, k, v, scale, window, bias, lengths)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    run = torch.ops.minimal_attn.flash_backward.default
-    try:
-        dq, dk, dv, _, dbias = run(dout, None, q, k, v, out, lse.contiguous(), *lengths, None, None, bias, scale, 0.0,
-                                   *window, 0.0, None, deterministic, needed[0], needed[1] or needed[2], False,
-                                   needed[3])
-    except ValueError:  # as in _attend
-        raise Unserved from None
-    return [x if is_needed else None for x, is_needed in zip((dq, dk, dv, dbias), needed)]
+        _, lse = _attend(q, seen_k, seen_v, scale, window, bias, lengths)
+    dq, dk, dv, _, dbias = torch.ops.minimal_attn.flash_backward.default(
+        dout, None, q, seen_k, seen_v, out, lse.contiguous(), *lengths, None, None, bias, scale, 0.0, *window, 0.0,
+        None, torch.are_deterministic_algorithms_enabled(), needed[0], needed[1] or needed[2], False, needed[3])
+    gradients = dq, _with_all_keys(dk, k), _with_all_keys(dv, v), dbias
+    return [x if is_needed else None for x, is_needed in zip(gradients, needed)]
 
 
-# The ops return these tensors for the dropout of their backward pass. Nothing reads them where there is no dropout.
-def _flash_rng(x):
-    return x.new_empty(2, dtype=torch.uint64), x.new_empty((), dtype=torch.uint64)
+def _checked(q, k, v, scale, window):
+    """(k, v, scale, window) for an op of csrc, whose own checks follow. By "top left" no row sees the keys from Sq on.
+    """
+    _leave_if(q.dtype not in HALVES, not q.dtype == k.dtype == v.dtype)
+    if window == TOP_LEFT[True]:
+        rows, keys = q.shape[2], k.shape[2]
+        k, v, window = k[:, :, :rows], v[:, :, :rows], (-1, max(0, rows - keys))
+    return k, v, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, window
 
 
-def _rng(x):
-    return x.new_empty((), dtype=torch.int64), x.new_empty((), dtype=torch.int64)
+def _with_all_keys(gradient, x):
+    """Adds zeros to the gradient of x for the last keys, which no row sees. One that is not needed is empty."""
+    if gradient.shape == x.shape or not gradient.numel():
+        return gradient
+    padded = torch.zeros_like(x)
+    padded[:, :, :gradient.shape[2]] = gradient
+    return padded
 
 
-# flash.
+def _rng(x, shape=(), dtype=torch.int64):
+    """The ops return these tensors for the dropout of their backward pass. Nothing reads them without dropout."""
+    return x.new_empty(shape, dtype=dtype), x.new_empty((), dtype=dtype)
+
 
 def sdpa_flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     _leave_if(dropout_p, return_debug_mask, value.shape[-1] != query.shape[-1])
-    out, lse = _attend(query, key, value, scale, CAUSAL if is_causal else NO_WINDOW)
-    return out, lse, None, None, query.shape[2], key.shape[2], *_flash_rng(query), query.new_empty(0)
+    out, lse = _attend(query, key, value, scale, BOTTOM_RIGHT[is_causal])
+    return out, lse, None, None, query.shape[2], key.shape[2], *_rng(query, 2, torch.uint64), query.new_empty(0)
 
 
 def sdpa_flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
                         is_causal, philox_seed, philox_offset, *, scale=None):
     _leave_if(dropout_p, cum_seq_q is not None)
-    window = CAUSAL if is_causal else NO_WINDOW
-    return tuple(_gradients(grad_out, query, key, value, out, logsumexp, scale, window)[:3])
+    return tuple(_gradients(grad_out, query, key, value, out, logsumexp, scale, BOTTOM_RIGHT[is_causal])[:3])
 
 
 def flash(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
@@ -106,54 +104,48 @@ def flash(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_c
     # num_splits is advice: the bits of our results depend on no split and, in a packed batch, on no other sample.
     _leave_if(dropout_p, return_debug_mask, value.shape[-1] != query.shape[-1],
               *(x is not None for x in (alibi_slopes, block_table, *of_later_versions.values())))
-    heads_first, rows_first, lengths = _layout(query, cum_seq_q, cum_seq_k, seqused_k)
-    window = _window(window_size_left, window_size_right, is_causal)
-    out, lse = _attend(*map(heads_first, (query, key, value)), scale, window, lengths=lengths)
+    lengths = _lengths(query, cum_seq_q, cum_seq_k, seqused_k)
+    out, lse = _attend(*map(_heads_first, (query, key, value)), scale,
+                       _window(window_size_left, window_size_right, is_causal), lengths=lengths)
     lse = lse if cum_seq_q is None else lse.squeeze(0)
-    return rows_first(out), lse, *_flash_rng(query), query.new_empty(0)
+    return _rows_first(out, query.ndim), lse, *_rng(query, 2, torch.uint64), query.new_empty(0)
 
 
 def flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
                    is_causal, rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None):
     _leave_if(dropout_p, grad_out is None)
-    heads_first, rows_first, lengths = _layout(query, cum_seq_q, cum_seq_k)
+    lengths = _lengths(query, cum_seq_q, cum_seq_k)
     lse = logsumexp if cum_seq_q is None else logsumexp.unsqueeze(0)
-    gradients = _gradients(*map(heads_first, (grad_out, query, key, value, out)), lse, scale,
+    gradients = _gradients(*map(_heads_first, (grad_out, query, key, value, out)), lse, scale,
                            _window(window_size_left, window_size_right, is_causal), lengths=lengths)
-    return tuple(map(rows_first, gradients[:3]))
+    return tuple(_rows_first(x, query.ndim) for x in gradients[:3])
 
 
-def _layout(query, cum_seq_q, cum_seq_k, seqused_k=None):
-    """(heads_first, rows_first, lengths): views from the op's layout to (B, H, S, D) and back."""
-    if cum_seq_q is None and cum_seq_k is None and seqused_k is None and query.ndim == 4:
-        return _swapped, _swapped, NO_LENGTHS
+def _lengths(query, cum_seq_q, cum_seq_k, seqused_k=None):
+    """The Lengths of query, (B, S, H, D) without any or (T, H, D) with both cum_seq."""
+    if cum_seq_q is cum_seq_k is seqused_k is None and query.ndim == 4:
+        return NO_LENGTHS
     _leave_if(cum_seq_q is None, cum_seq_k is None, query.ndim != 3)
-    return _as_batch, _as_packed, (cum_seq_q, cum_seq_k, None, seqused_k)
+    return cum_seq_q, cum_seq_k, None, seqused_k
 
 
-def _swapped(x):
-    return x.transpose(1, 2)
+def _heads_first(x):
+    return x.transpose(-3, -2) if x.ndim == 4 else x.transpose(-3, -2).unsqueeze(0)
 
 
-def _as_batch(x):
-    return x.transpose(0, 1).unsqueeze(0)
-
-
-def _as_packed(x):
-    return x.squeeze(0).transpose(0, 1)
+def _rows_first(x, ndim):
+    return x.transpose(1, 2) if ndim == 4 else x.transpose(1, 2).squeeze(0)
 
 
 def _window(left, right, is_causal):
     return -1 if left is None else left, 0 if is_causal else -1 if right is None else right
 
 
-# cuDNN.
-
 def sdpa_cudnn(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
                return_debug_mask=False, *, scale=None):
     _leave_if(dropout_p, return_debug_mask)
     bias = _cudnn_bias(attn_bias, query, is_causal)
-    out, lse = _attend(*_top_left(query, key, value, is_causal, scale), bias)
+    out, lse = _attend(query, key, value, scale, TOP_LEFT[is_causal], bias)
     lengths = None, None, query.shape[2], key.shape[2]
     if not compute_log_sumexp:  # nothing wants gradients: nothing is saved
         return out, None, *lengths, None, None, None
@@ -165,9 +157,7 @@ def sdpa_cudnn_backward(grad_out, query, key, value, out, logsumexp, philox_seed
     _leave_if(dropout_p, cum_seq_q is not None)
     bias = _cudnn_bias(attn_bias, query, is_causal)
     lse = logsumexp.squeeze(-1) if logsumexp is not None and logsumexp.ndim == 4 else logsumexp
-    q, k, v, *options = _top_left(query, key, value, is_causal, scale)
-    dq, dk, dv, _ = _gradients(grad_out, q, k, v, out, lse, *options, bias)
-    return dq, _with_all_keys(dk, key), _with_all_keys(dv, value)
+    return tuple(_gradients(grad_out, query, key, value, out, lse, scale, TOP_LEFT[is_causal], bias)[:3])
 
 
 def _cudnn_bias(attn_bias, query, is_causal):
@@ -182,33 +172,13 @@ def _cudnn_bias(attn_bias, query, is_causal):
 
 
 def _is_taken(bias, query):
-    """Whether our kernels add a bias of this dtype: also float32 to scores of 16 bits, which torch's memory-efficient
-    kernel refuses."""
+    """Whether our kernels add a bias of this dtype: also float32, which torch's memory-efficient kernel refuses."""
     return bias.dtype in (query.dtype, torch.float32)
 
 
-def _top_left(q, k, v, is_causal, scale):
-    """(q, k, v, scale, window) of a causal mask that is aligned top left. No row sees the keys from Sq on."""
-    if not is_causal:
-        return q, k, v, scale, NO_WINDOW
-    rows, keys = q.shape[2], k.shape[2]
-    return q, k[:, :, :rows], v[:, :, :rows], scale, (-1, max(0, rows - keys))
-
-
-def _with_all_keys(gradient, x):
-    """Adds zeros to the gradient of x, or None, for the last keys, which _top_left may have left out."""
-    if gradient is None or gradient.shape == x.shape:
-        return gradient
-    padded = torch.zeros_like(x)
-    padded[:, :, :gradient.shape[2]] = gradient
-    return padded
-
-
-# Memory-efficient attention.
-
 def sdpa_efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
     _check_efficient(query, key, attn_bias, dropout_p, is_causal)
-    out, lse = _attend(*_top_left(query, key, value, is_causal, scale), attn_bias)
+    out, lse = _attend(query, key, value, scale, TOP_LEFT[is_causal], attn_bias)
     if not compute_log_sumexp:  # q, k and v want no gradients, but the bias may: then tensors are saved
         rng = (None, None) if attn_bias is None else _rng(query)
         return _rows_before_heads(out), lse.new_empty(*lse.shape[:2], 0), *rng
@@ -220,37 +190,25 @@ def sdpa_efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0
 def sdpa_efficient_backward(grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset,
                             dropout_p, grad_input_mask, is_causal=False, *, scale=None):
     _check_efficient(query, key, attn_bias, dropout_p, is_causal)
-    q, k, v, *options = _top_left(query, key, value, is_causal, scale)
     needed = *grad_input_mask[:3], attn_bias is not None and grad_input_mask[3]
-    dq, dk, dv, dbias = _gradients(grad_out_, q, k, v, out, logsumexp[:, :, :query.shape[2]], *options, attn_bias,
-                                   needed=needed)
-    dk, dv = _with_all_keys(dk, key), _with_all_keys(dv, value)
-    return *map(_rows_before_heads, (dq, dk, dv)), _with_aligned_rows(dbias)
+    *gradients, dbias = _gradients(grad_out_, query, key, value, out, logsumexp[:, :, :query.shape[2]], scale,
+                                   TOP_LEFT[is_causal], attn_bias, needed=needed)
+    if dbias is not None and (missing := -dbias.shape[-1] % 16):  # in memory, rows have a multiple of 16 elements
+        dbias = pad(dbias, (0, missing))[..., :-missing]
+    return *map(_rows_before_heads, gradients), dbias
 
 
 def _check_efficient(query, key, attn_bias, dropout_p, is_causal):
-    """Unserved unless heads are those of torch's kernel, our kernels take the bias, and they have tensor cores here."""
+    """ValueError unless heads are those of torch's kernel, our kernels take the bias, and there are tensor cores."""
     _leave_if(dropout_p, query.ndim != 4, key.shape[1] != query.shape[1])
-    _leave_if(query.is_cuda and not _is_ampere(query.device))
+    _leave_if(query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0))
     if attn_bias is not None:
         _leave_if(attn_bias.ndim != 4, is_causal, not _is_taken(attn_bias, query))
-
-
-@functools.cache
-def _is_ampere(device):
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _rows_before_heads(x):
     """x (B, H, S, D), in memory (B, S, H, D), or None."""
     return None if x is None else x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _with_aligned_rows(dbias):
-    """dbias in rows of a multiple of 16 elements, or None."""
-    if dbias is None or not (missing := -dbias.shape[-1] % 16):
-        return dbias
-    return pad(dbias, (0, missing))[..., :-missing]
 
 
 OPS = {

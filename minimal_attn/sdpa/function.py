@@ -1,8 +1,7 @@
 """torch.nn.functional.scaled_dot_product_attention, by its signature and its conventions, over flash_attention.
 
 What differs from flash_attention: a causal mask is aligned top-left, all leading dimensions broadcast, and masks have
-the name attn_mask. Read next: ../attention.py, for flash_attention. (../backends/torch.py is the other way
-round: a backend of it.)
+the name attn_mask. Read next: ../attention.py. (../backends/torch.py is the other way round: a backend of it.)
 """
 
 import math
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..attention import flash_attention
 from ..checks import (NO_WINDOW, autocast, broadcasts, check_attn_bias, check_number, check_tensor, holds,
-                      is_causal_bias, is_known, is_static, is_top_left)
+                      is_causal_bias, is_known, is_static, is_top_left, shapes_of)
 from ..options import Lengths
 
 
@@ -21,13 +20,10 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
                                  enable_gqa: bool = False, *, backend: str = "auto") -> Tensor:
     """softmax(scale · Q Kᵀ + attn_mask) V, a drop-in for torch.nn.functional.scaled_dot_product_attention.
 
-    Nothing is expanded in memory along one batch dimension and the heads. With several batch dimensions, those that
-    broadcast in part are copied.
-
     Args:
         query: (..., Sq, D); key: (..., Sk, D); value: (..., Sk, Dv). Any number of leading dimensions, which broadcast
-            among the three. The last of them is that of the heads. Dtypes and head dimensions are those of
-            flash_attention.
+            among the three. The last of them is that of the heads. Only several batch dimensions that broadcast in part
+            are copied. Dtypes and head dimensions are those of flash_attention.
         attn_mask: broadcastable to (..., Sq, Sk). bool: True where a key takes part. Otherwise it is added to the
             scores: of query's dtype or float32. Differentiable. Or a causal bias of torch.nn.attention.bias for Sq
             rows and Sk keys, of which no mask is formed. Not together with is_causal.
@@ -45,11 +41,10 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
         TypeError: what is no dense tensor, a wrong dtype or an argument of the wrong type. ValueError: shapes that do
         not fit, or attn_mask together with is_causal. Otherwise as flash_attention.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    for name, x in {"query": query, "key": key, "value": value}.items():
         check_tensor(name, x)
-    check_number("is_causal", is_causal)
-    check_number("enable_gqa", enable_gqa)
-    check_number("sm_scale", scale, {"sm_scale": "scale"})
+    for name, x in {"is_causal": is_causal, "enable_gqa": enable_gqa, "sm_scale": scale}.items():
+        check_number(name, x, {"sm_scale": "scale"})
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask cannot be given together with is_causal=True")
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)  # before they are expanded
@@ -57,8 +52,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     q, k, v = _as_4d(query, leading), *(_as_4d(x, (*leading[:-1], heads_k)) for x in (key, value))
     window, bias = NO_WINDOW, None
     if is_causal_bias(attn_mask):
-        is_causal, attn_mask = is_top_left(attn_mask, q, k, "attn_mask"), None
-        window = -1, 0
+        is_causal, attn_mask, window = is_top_left(attn_mask, q, k, "attn_mask"), None, (-1, 0)
     if is_causal and is_known(q.shape[2] < k.shape[2]):
         k, v = k[:, :, :q.shape[2]], v[:, :, :q.shape[2]]  # no row sees the keys from Sq on
     if is_causal and is_known(q.shape[2] == k.shape[2]):
@@ -71,34 +65,33 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
         bias = check_attn_bias(_as_bias(attn_mask, q, k, leading), q, k, Lengths(), "attn_mask")
     out = flash_attention(q, k, v, sm_scale=scale, dropout_p=dropout_p, window_size=window, attn_bias=bias,
                           backend=backend)
-    has_heads = max(x.ndim for x in (query, key, value)) > 2
+    has_heads = max(query.ndim, key.ndim, value.ndim) > 2
     return out.reshape(*(leading if has_heads else ()), *out.shape[2:])
 
 
 def _matched(query, key, value, enable_gqa):
-    """(leading, heads_k, key, value): the leading dimensions of the result, of which the last is that of the heads, the
-    number of key/value heads, and key and value, repeated if they alone have different numbers of heads."""
-    shapes = f"query is {tuple(query.shape)}, key is {tuple(key.shape)}, value is {tuple(value.shape)}"
-    if min(query.ndim, key.ndim, value.ndim) < 2:
+    """(leading, heads_k, key, value): the leading dimensions of the result, batch and heads, the number of key/value
+    heads, and key and value, repeated if they alone have different numbers of heads."""
+    shapes, ndim = shapes_of(query=query, key=key, value=value), min(query.ndim, key.ndim, value.ndim)
+    if ndim < 2:
         raise ValueError(f"query, key and value must have at least 2 dimensions: {shapes}")
     heads, heads_k, heads_v = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value))
     if enable_gqa:
-        if min(query.ndim, key.ndim, value.ndim) < 3 or any(
-                is_known(n == 0) or not holds(heads % n == 0) for n in (heads_k, heads_v)):
+        if ndim < 3 or any(is_known(n == 0) or not holds(heads % n == 0) for n in (heads_k, heads_v)):
             raise ValueError("with enable_gqa=True, the number of query heads must be a multiple of those of key and "
                              f"value: {shapes}")
         if not is_known(heads_k == heads_v):
             key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
             heads_k = heads
+    of_keys = [(*x.shape[:-3], heads) if enable_gqa else x.shape[:-2] for x in (key, value)]
     try:
-        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
-        heads, = (heads,) if enable_gqa else torch.broadcast_shapes((heads,), (heads_k,), (heads_v,))
+        leading = torch.broadcast_shapes((1,), query.shape[:-2], *of_keys)
     except RuntimeError:
-        raise ValueError(f"the leading dimensions must broadcast; heads need not with enable_gqa=True: {shapes}"
-                         ) from None
+        raise ValueError("the leading dimensions must broadcast; heads need not with enable_gqa=True: "
+                         f"{shapes}") from None
     if not enable_gqa and not (is_known(heads_k == 1) and is_known(heads_v == 1)):
-        heads_k = heads  # otherwise all query heads read one key head
-    return (*batch, heads), heads_k, key, value
+        heads_k = leading[-1]  # otherwise all query heads read one key head
+    return leading, heads_k, key, value
 
 
 def _as_4d(x, leading):
@@ -114,6 +107,6 @@ def _as_bias(attn_mask, q, k, leading):
         raise ValueError(f"attn_mask must broadcast to {shape}, got {tuple(attn_mask.shape)}")
     sizes = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
     # Only batch dimensions are expanded here, since merging them may make a copy.
-    batch = leading[:-1] if not all(is_known(n == 1) for n in sizes[:-3]) else (1,) * len(sizes[:-3])
+    batch = sizes[:-3] if all(is_known(n == 1) for n in sizes[:-3]) else leading[:-1]
     bias = attn_mask.expand(*batch, *sizes[-3:]).reshape(math.prod(batch), *sizes[-3:])
     return bias.double() if q.dtype == torch.float64 and bias.dtype == torch.float32 else bias

@@ -90,7 +90,7 @@ def test_second_derivative_of_shared_keys_is_refused_by_name(impl):
 
 
 def test_opcheck_of_the_copies():
-    x, parts, rows = torch.randn(1, 2, 9, 4), torch.randn(5, 2, 4), torch.tensor([3, 3, 0, 8, 3])
+    x, parts, rows = torch.randn(9, 2, 4), torch.randn(5, 2, 4), torch.tensor([3, 3, 0, 8, 3])
     torch.library.opcheck(minimal_attn.reference.packed._take_rows, (x.requires_grad_(), rows))
     torch.library.opcheck(minimal_attn.reference.packed._add_rows, (parts.requires_grad_(), rows, 9))
 
