@@ -60,6 +60,8 @@ def rows_of(name):
         return peers()
     if name == "both":
         return both_passes()
+    if name.startswith("host"):  # the host's time of a call
+        return [{"impl": NAMES.get(x, x), "ms": us / 1e3} for x, us in record(name)["meta"]["host_us"].items()]
     rows = [dict(row, impl=NAMES.get(row["impl"], row["impl"])) for row in record(name)["rows"] if row.get("ms", True)]
     if name == "decode":  # the read beside each call is the fastest one of as many bytes in the run
         for row in rows:
