@@ -14,7 +14,6 @@ On a CPU the model is tiny, for the tests.
 import argparse
 import copy
 import itertools
-import json
 import math
 import re
 import sys
@@ -32,7 +31,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from minimal_attn import _build, activated  # noqa: E402
 from minimal_attn.bench.cases import count  # noqa: E402
-from minimal_attn.bench.measure import WrongResult, environment  # noqa: E402
+from minimal_attn.bench.measure import WrongResult, environment, write_json  # noqa: E402
 from minimal_attn.cli import guarded  # noqa: E402
 from minimal_attn.integrations.transformers import register  # noqa: E402
 from minimal_attn.toolkit.benchmark import benchmark_fn  # noqa: E402
@@ -206,7 +205,7 @@ def main(argv):
     if args.json:
         meta = environment(args.device, "python benchmarks/models.py", argv)
         meta |= {"rounds": args.rounds, "model": MODEL[args.device]}
-        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        write_json(args.json, meta, rows)
         print(f"wrote {args.json}")
 
 

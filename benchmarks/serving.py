@@ -18,7 +18,6 @@ On a CPU the model is tiny, for the tests. Read next: ../examples/generate.py.
 import argparse
 import io
 import itertools
-import json
 import statistics
 import sys
 from contextlib import redirect_stdout
@@ -34,7 +33,7 @@ from rich.console import Console  # noqa: E402
 
 from examples import generate  # noqa: E402
 from examples.tiny_lm import VOCABULARY, TinyLM  # noqa: E402
-from minimal_attn.bench.measure import environment  # noqa: E402
+from minimal_attn.bench.measure import environment, write_json  # noqa: E402
 from minimal_attn.cli import guarded  # noqa: E402
 from minimal_attn.toolkit.benchmark import benchmark_fn  # noqa: E402
 
@@ -147,7 +146,7 @@ def main(argv):
              "transcript": [*map(str.rstrip, printed.getvalue().splitlines())]}
     rows = make_rows(device, args.impls)
     if args.json:
-        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        write_json(args.json, meta, rows)
         print(f"wrote {args.json}")
 
 

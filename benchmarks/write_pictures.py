@@ -25,9 +25,10 @@ IMPLS = {name: impl for impl, name in NAMES.items()}
 
 
 def run(name):
-    """A run of minimal-attn bench, of which forward_bf16 shows only one dtype."""
+    """A run of minimal-attn bench, of which forward_bf16 shows only one dtype. What runs in fp8 is beside bf16."""
     content = record(name.removesuffix("_bf16"))
-    rows = [row for row in content["rows"] if not name.endswith("_bf16") or row["dtype"] == "bfloat16"]
+    rows = [row | {"impl": f"{row['impl']}:fp8", "dtype": "bfloat16"} if row["dtype"] == "float8_e4m3fn" else row
+            for row in content["rows"] if not name.endswith("_bf16") or row["dtype"] == "bfloat16"]
     return pictures.of_run(rows, content["meta"])
 
 
@@ -64,7 +65,7 @@ def models(name):
 def serving(name):
     curves, meta = {}, record(name)["meta"]
     for row in of("serving,op=generate"):
-        curves.setdefault(row["impl"], {})[row["requests"]] = row["tokens_per_s"]
+        curves.setdefault(row["impl"], []).append((row["requests"], row["tokens_per_s"]))
     heading = f"prompts of {meta['prompt']} tokens, {meta['new_tokens']} new ones"
     return (pictures.curves, {heading: curves}, f"Continuous batching on {meta['device']}",
             ("requests at once", "tokens per second"))
@@ -76,7 +77,7 @@ def context_parallel(name):
     for row in record(name)["rows"]:
         if row["efficiency"] is not None:
             heading = f"{row['pass'].replace('_', ' and ')}, {row['nheads_k']} key heads"
-            panels.setdefault(heading, {}).setdefault(row["impl"], {})[row["seqlen_q"]] = row["efficiency"]
+            panels.setdefault(heading, {}).setdefault(row["impl"], []).append((row["seqlen_q"], row["efficiency"]))
     title = f"Causal attention on {meta['ranks']} {meta['device']}, {meta['nheads']} heads, D {meta['head_dim']}"
     return pictures.curves, panels, title, ("tokens", "efficiency")
 

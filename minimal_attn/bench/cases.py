@@ -185,61 +185,50 @@ class Case:
         sizes = (b, h, seqlen_q, d), (b, h_k, seqlen_k, d), (b, h_k, seqlen_k, d)
         return [normal(size, self.device, self.dtype) for size in sizes]
 
-    # Options of the call, by the kind of the shape.
-
     def make_call(self):
-        shift, causal = self.shape.seqlen_k - self.shape.seqlen_q, self.causal
-        call = Call(causal, mask_mod=(lambda b, h, row, col: col <= row + shift) if causal else None)
-        getattr(self, f"add_{self.shape.kind}", lambda call, shift: None)(call, shift)
-        bias = call.keywords.get("attn_bias")
+        """The options of the call, by the kind of the shape."""
+        _, nheads, seqlen_q, _, _, seqlen_k, more = self.shape
+        shift, causal, kind, device = seqlen_k - seqlen_q, self.causal, self.shape.kind, self.device
+        call, keywords = Call(causal, mask_mod=(lambda b, h, row, col: col <= row + shift) if causal else None), {}
+        bias = None
+        if kind == "packed":
+            lengths = torch.tensor(lengths_of(more), device=device)
+            bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+            sample = torch.repeat_interleave(lengths)
+            keywords = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_q)
+            call.mask_mod = lambda b, h, row, col: (
+                (sample[row] == sample[col]) & (col <= row) if causal else sample[row] == sample[col])
+        elif kind == "window":
+            left, right = keywords["window_size"] = self.window_size
+            call.mask_mod = lambda b, h, row, col: (col >= row + shift - left) & (col <= row + shift + right)
+        elif kind == "sinks":
+            keywords["sinks"] = torch.randn(nheads, device=device)
+        elif kind == "softcap":
+            keywords["softcap"] = SOFTCAP
+            call.score_mod = lambda score, b, h, row, col: SOFTCAP * torch.tanh(score / SOFTCAP)
+        elif kind == "alibi":  # the slopes of Press et al.: a geometric sequence from 2^(-8/H) down to 2^-8
+            slopes = 2 ** (-8 / nheads * torch.arange(1, nheads + 1, device=device, dtype=torch.float32))
+            keywords["alibi_slopes"] = slopes
+            call.score_mod = lambda score, b, h, row, col: score - slopes[h] * abs(row + shift - col)
+        elif kind == "bias":
+            bias = normal((1, nheads, seqlen_q, seqlen_k), device, self.dtype)
+            call.score_mod = lambda score, b, h, row, col: score + bias[0, h, row, col]
+        elif kind == "mask":
+            bias = torch.rand(1, 1, seqlen_q, seqlen_k, device=device) < SEEN
+            bias[..., 0] = True  # no row is empty, causal or not
+            call.score_mod = lambda score, b, h, row, col: torch.where(bias[0, 0, row, col], score, -math.inf)
+        elif kind == "deterministic":
+            keywords["deterministic"] = True
+        elif kind == "dropout":
+            keywords = dict(dropout_p=self.options["dropout"], deterministic=False,
+                            dropout_seed=torch.zeros(1, dtype=torch.int64, device=device))
         if bias is not None:  # SDPA takes no is_causal beside attn_mask
-            seen = causal_mask(self.shape.seqlen_q, self.shape.seqlen_k, self.device) if causal else None
-            call.attn_mask = bias if not causal else bias & seen if bias.dtype == torch.bool else \
-                bias.masked_fill(~seen, -math.inf)
+            keywords["attn_bias"] = call.attn_mask = bias
+            if causal:
+                seen = causal_mask(seqlen_q, seqlen_k, device)
+                call.attn_mask = bias & seen if bias.dtype == torch.bool else bias.masked_fill(~seen, -math.inf)
+        call.keywords = keywords
         return call
-
-    def add_packed(self, call, shift):
-        lengths = torch.tensor(lengths_of(self.shape.more), device=self.device)
-        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-        sample, longest, causal = torch.repeat_interleave(lengths), self.shape.seqlen_q, self.causal
-        call.keywords = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest)
-        call.mask_mod = lambda b, h, row, col: (
-            (sample[row] == sample[col]) & (col <= row) if causal else sample[row] == sample[col])
-
-    def add_window(self, call, shift):
-        left, right = call.keywords["window_size"] = self.window_size
-        call.mask_mod = lambda b, h, row, col: (col >= row + shift - left) & (col <= row + shift + right)
-
-    def add_sinks(self, call, shift):
-        call.keywords = dict(sinks=torch.randn(self.shape.nheads, device=self.device))
-
-    def add_softcap(self, call, shift):
-        call.keywords = dict(softcap=SOFTCAP)
-        call.score_mod = lambda score, b, h, row, col: SOFTCAP * torch.tanh(score / SOFTCAP)
-
-    def add_alibi(self, call, shift):
-        """The slopes of Press et al.: a geometric sequence from 2^(-8/H) down to 2^-8."""
-        heads = torch.arange(1, self.shape.nheads + 1, device=self.device, dtype=torch.float32)
-        slopes = call.keywords["alibi_slopes"] = 2 ** (-8 / self.shape.nheads * heads)
-        call.score_mod = lambda score, b, h, row, col: score - slopes[h] * abs(row + shift - col)
-
-    def add_bias(self, call, shift):
-        bias = call.keywords["attn_bias"] = normal((1, self.shape.nheads, self.shape.seqlen_q, self.shape.seqlen_k),
-                                                   self.device, self.dtype)
-        call.score_mod = lambda score, b, h, row, col: score + bias[0, h, row, col]
-
-    def add_mask(self, call, shift):
-        mask = torch.rand(1, 1, self.shape.seqlen_q, self.shape.seqlen_k, device=self.device) < SEEN
-        mask[..., 0] = True  # no row is empty, causal or not
-        call.keywords["attn_bias"] = mask
-        call.score_mod = lambda score, b, h, row, col: torch.where(mask[0, 0, row, col], score, -math.inf)
-
-    def add_deterministic(self, call, shift):
-        call.keywords = dict(deterministic=True)
-
-    def add_dropout(self, call, shift):
-        call.keywords = dict(dropout_p=self.options["dropout"], deterministic=False,
-                             dropout_seed=torch.zeros(1, dtype=torch.int64, device=self.device))
 
     @property
     def window_size(self):

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import activated, flash_attention
+from .. import activated, flash_attention, reference_attention
 from ..distributed import all_gather as by_all_gather, context_parallel_attention, shard, unshard
 from ..distributed.attention import METHODS
 from ..distributed.layout import all_gather
 from ..toolkit.validation import allowed_error
-from .measure import environment
+from .measure import environment, write_json
 
 # (on GPUs, on a CPU)
 SEQLENS = {True: [16384, 65536, 131072], False: [64]}
@@ -66,7 +66,7 @@ def main(argv=None):
         meta |= {"ranks": dist.get_world_size(), "nheads": HEADS[on_gpu], "head_dim": HEAD_DIM[on_gpu], "causal": True,
                  "dtype": "bfloat16"}
         if args.json:
-            args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+            write_json(args.json, meta, rows)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -153,13 +153,12 @@ def passes(attend, tensors, what):
 def judge(out, whole):
     """ValueError if out misses causal attention of the whole q, k and v by more than the error rule allows. It checks
     64 rows, in fp32."""
-    q, k, v = (x.float() for x in whole)
-    rows = torch.arange(0, q.shape[2], max(1, q.shape[2] // 64), device=q.device)
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = q[:, :, rows] @ k.mT * q.shape[3] ** -0.5
-    scores = scores.masked_fill(torch.arange(q.shape[2], device=q.device) > rows[:, None], -torch.inf)
-    truth = scores.softmax(-1) @ v
-    base = scores.to(out.dtype).softmax(-1) @ v.to(out.dtype)
+    q, k, v = whole
+    seqlen = q.shape[2]
+    rows = torch.arange(0, seqlen, max(1, seqlen // 64), device=q.device)
+    seen = torch.arange(seqlen, device=q.device) <= rows[:, None]
+    truth, base = (reference_attention(q[:, :, rows].to(dtype), k.to(dtype), v.to(dtype), attn_bias=seen[None, None])
+                   for dtype in (torch.float32, q.dtype))
     error = (out[:, :, rows].float() - truth).abs().max().item()
     if not error <= allowed_error(base, truth.double()):
         raise ValueError(f"wrong result: the error is {error:.2e}")

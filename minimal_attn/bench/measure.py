@@ -5,16 +5,16 @@ timer.
 """
 
 import functools
+import json
 import math
 import os
 import platform
 import re
 import shlex
-import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import datetime
+from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it when it first profiles: no log lines in the tables
@@ -156,24 +156,12 @@ def matmul_ceiling(dtype, device):
     return float(f"{2 * n**3 / timed(device, multiply, a, b)[0] / 1e9:.6g}")
 
 
-def host_us(calls, contexts):
-    """{name: µs} from a Python call to its return, without waiting for the GPU; median of 7 times 2000 calls.
-
-    calls: {name: function of nothing}. contexts: {name: function that makes the context of these calls}; it is entered
-    once, so it is not part of a call.
-    """
-    cost = {}
-    for name, call in calls.items():
-        times = []
-        with contexts.get(name, nullcontext)():
-            for _ in range(8):
-                start = time.perf_counter()
-                for _ in range(2000):
-                    call()
-                times.append((time.perf_counter() - start) / 2000 * 1e6)
-                torch.cuda.synchronize()
-        cost[name] = round(statistics.median(times[1:]), 2)  # the first is the warm-up
-    return cost
+def write_json(file, meta, rows):
+    """Replaces file at once, so that it is whole whenever the run ends."""
+    part = Path(f"{file}.part")
+    lines = ",\n".join(map(json.dumps, rows))
+    part.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
+    part.replace(file)
 
 
 def environment(device, program, argv):
