@@ -5,8 +5,7 @@
 
 from statistics import geometric_mean
 
-from recorded import values
-from write_tables import table
+from recorded import table, values
 
 # A quantity as recorded.py describes it, and the goals for the mean and for the least of its values.
 GOALS = [

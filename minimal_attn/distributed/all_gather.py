@@ -17,10 +17,9 @@ import math
 from contextlib import ExitStack
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..checks import empty_like, empty_outputs
-from .calls import gradient_of_sinks, has_all_rows
+from .calls import has_all_rows
 from .exchange import begin_sums, gathered, parts_of
 from .peer_memory import peers_of
 
@@ -143,69 +142,16 @@ def streams_of(current):
     return tuple(torch.cuda.Stream(current.device) for _ in range(NUM_STREAMS))
 
 
-class AllGatherAttention(torch.autograd.Function):
-    """The function (q, k, v, sinks, Attention) -> out, with this rank's rows of all tensors."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, attention):
-        with torch.cuda.device_of(q):  # whose streams are meant; autograd does so for the backward pass
-            out, lse = attend(q, k, v, attention)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.attention = attention
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        attention, padding, shards = ctx.attention, ctx.attention.padding, ctx.attention.padding.shards
-        peers = peers_of(shards.group, q.device)
-        q_rows = padding.pad_rows(q)
-        rows = padding.pad_rows(dout), q_rows, padding.pad_rows(out), padding.pad_rows(lse, -math.inf)
-        groups = head_groups(q, k, v, shards.size, bool(peers), is_backward=True)
-        num_keys = shards.size * k.shape[2]
-        calls = attention.calls(q_rows, num_keys, None, share_keys=False)
-        parts = {rank: parts_of(attention.key_ranges(rank, k.shape[0], num_keys),
-                                shards._replace(group=None, rank=rank), k.shape[2])
-                 for rank in (range(shards.size) if peers else (shards.rank,))}
-        dq, dk, dv = empty_like(q_rows), torch.empty_like(k), torch.empty_like(v)
-        if not has_all_rows(calls, q_rows):
-            dq.zero_()
-        sums = []  # of the group before
-
-        def end_sums():
-            for heads, total in sums:
-                dk[:, heads], dv[:, heads] = total.wait()
-            sums.clear()
-
-        with SideStreams(q.device) as side, ExitStack() as at_end:
-            for heads, *keys in gathered(k, v, groups, shards, peers):
-                of_q = query_heads(heads, q.shape[1], k.shape[1])
-                tensors = *(x[:, of_q] for x in rows), *keys, dq[:, of_q]
-                of_heads = attention.of_heads(of_q)
-                gradients = side.run(write_dq, [(of_heads, call, *tensors) for call in calls])
-                side.join()
-                end_sums()  # which came in while this group was computed
-                for some, total in begin_sums(heads, gradients, k, v, shards, parts, peers):
-                    sums.append((some, total))
-                    if peers:  # after an error, too, this memory serves nothing else until then
-                        at_end.callback(total.work.wait)
-                del keys, tensors, gradients, total  # their memory serves the next groups
-        end_sums()
-        dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
-        return padding.unpad_rows(dq), dk, dv, dsinks, None
-
-
 def attend(q, k, v, attention):
-    """(out, lse) of this rank's rows."""
-    padding, shards = attention.padding, attention.padding.shards
+    """(out, lse) of the rows q."""
+    shards = attention.padding.shards
     peers = peers_of(shards.group, q.device)
-    groups, q = head_groups(q, k, v, shards.size, bool(peers)), padding.pad_rows(q)
+    groups = head_groups(q, k, v, shards.size, bool(peers))
     calls = attention.calls(q, shards.size * k.shape[2], None, share_keys=True)
     parts = gathered(k, v, groups, shards, peers)
     if len(groups) == len(calls) == 1 and has_all_rows(calls, q):  # its results need no copy
         (_, *keys), = parts
-        return map(padding.unpad_rows, attention.forward(calls[0], q, *keys))
+        return attention.forward(calls[0], q, *keys)
     out, lse = empty_outputs(q, v)
     if not has_all_rows(calls, q):
         out.zero_()  # as rows without a document have
@@ -216,7 +162,44 @@ def attend(q, k, v, attention):
             of_heads, tensors = attention.of_heads(of_q), (q[:, of_q], *keys, out[:, of_q], lse[:, of_q])
             side.run(write_out, [(of_heads, call, *tensors) for call in calls])
             side.join(but=len(calls))  # those of this group may go on beside those of the next one
-    return map(padding.unpad_rows, (out, lse))
+    return out, lse
+
+
+def gradients(dout, q, out, lse, k, v, attention):
+    """(dq, dk, dv), from the rows of the first four tensors."""
+    shards = attention.padding.shards
+    peers = peers_of(shards.group, q.device)
+    groups = head_groups(q, k, v, shards.size, bool(peers), is_backward=True)
+    num_keys = shards.size * k.shape[2]
+    calls = attention.calls(q, num_keys, None, share_keys=False)
+    parts = {rank: parts_of(attention.key_ranges(rank, k.shape[0], num_keys), shards._replace(group=None, rank=rank),
+                            k.shape[2])
+             for rank in (range(shards.size) if peers else (shards.rank,))}
+    dq, dk, dv = empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if not has_all_rows(calls, q):
+        dq.zero_()
+    sums = []  # of the group before
+
+    def end_sums():
+        for heads, total in sums:
+            dk[:, heads], dv[:, heads] = total.wait()
+        sums.clear()
+
+    with SideStreams(q.device) as side, ExitStack() as at_end:
+        for heads, *keys in gathered(k, v, groups, shards, peers):
+            of_q = query_heads(heads, q.shape[1], k.shape[1])
+            tensors = *(x[:, of_q] for x in (dout, q, out, lse)), *keys, dq[:, of_q]
+            of_heads = attention.of_heads(of_q)
+            of_calls = side.run(write_dq, [(of_heads, call, *tensors) for call in calls])
+            side.join()
+            end_sums()  # which came in while this group was computed
+            for some, total in begin_sums(heads, of_calls, k, v, shards, parts, peers):
+                sums.append((some, total))
+                if peers:  # after an error, too, this memory serves nothing else until then
+                    at_end.callback(total.work.wait)
+            del keys, tensors, of_calls, total  # their memory serves the next groups
+    end_sums()
+    return dq, dk, dv
 
 
 def write_out(attention, call, q, k, v, out, lse):

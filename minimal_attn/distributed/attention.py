@@ -5,10 +5,12 @@ which rank holds which rows; all_gather.py, the method within a node.
 """
 
 import functools
+import math
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .._build import not_compiled
 from ..attention import BACKENDS, backend_name, flash_attention
@@ -16,11 +18,10 @@ from ..checks import (FP8_DTYPES, NO_WINDOW, autocast, check_choice, check_dropo
                       check_no_derivative, check_number, check_qkv, check_sizes, check_tensor, check_tensor_of,
                       checked_options, is_transformed, shown)
 from ..options import Options
-from .all_gather import AllGatherAttention
+from . import all_gather, ring
 from .calls import Attention, Document, Origin, ints, with_origins
 from .layout import check_seqlen, shards_of, spans_nodes
 from .padding import dropout_padding
-from .ring import RingAttention
 from .ulysses import own_heads, ulysses_attention
 
 METHODS = "all_gather", "ring", "ulysses"
@@ -120,8 +121,34 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
         return ulysses_attention(attend, q, k, v, shards)
     padding = dropout_padding(shards, q.shape[2], documents, seed is not None)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    function = RingAttention if method == "ring" else AllGatherAttention
-    return function.apply(q, k, v, options.sinks, Attention(padding, documents, chosen, options))
+    module = ring if method == "ring" else all_gather
+    return LocalRows.apply(q, k, v, options.sinks, Attention(padding, documents, chosen, options), module)
+
+
+class LocalRows(torch.autograd.Function):
+    """The function (q, k, v, sinks, Attention, all_gather or ring) -> out, with this rank's rows of all tensors."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, attention, module):
+        padding = attention.padding
+        with torch.cuda.device_of(q):  # whose streams are meant; autograd does so for the backward pass
+            out, lse = map(padding.unpad_rows, module.attend(padding.pad_rows(q), k, v, attention))
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.attention, ctx.module = attention, module
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        padding, dsinks = ctx.attention.padding, None
+        rows = *map(padding.pad_rows, (dout, q, out)), padding.pad_rows(lse, -math.inf)
+        dq, dk, dv = ctx.module.gradients(*rows, k, v, ctx.attention)
+        if sinks is not None:  # -P · delta, summed over rows, with P = exp(sink - lse) and delta = rowsum(dO ∘ O)
+            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            of_rows = (sinks[:, None] - lse).exp() * delta
+            dsinks = -of_rows.masked_fill(lse == -math.inf, 0).sum((0, 2))  # rows of padding have lse -inf
+        return padding.unpad_rows(dq), dk, dv, dsinks, None, None
 
 
 def shared_seed(seed, shards):

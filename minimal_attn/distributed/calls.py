@@ -7,7 +7,6 @@ them. Read next: all_gather.py, whose calls have all keys; ring.py, whose calls 
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -261,14 +260,6 @@ def with_origins(seed, first_head, origins):
     """The dropout_seed of a call whose samples begin at these Origins, and which has query heads from first_head on."""
     numbers = [x for row, key, number in origins for x in (row, key, first_head, number)]
     return seed_with_origins(seed, *ints(seed.device, numbers, dtype=torch.int64))
-
-
-def gradient_of_sinks(sinks, dout, out, lse):
-    """The gradient (H,) of sinks from the rows of this rank. A sink's share of a row is P = exp(sink - lse), and the
-    gradient is the sum of -P · delta with delta = rowsum(dO ∘ O), without the rows of padding, which have lse -inf."""
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    of_rows = (sinks[:, None] - lse).exp() * delta
-    return -of_rows.masked_fill(lse == -math.inf, 0).sum((0, 2))
 
 
 def ints(device, *lists, dtype=torch.int32):
