@@ -3,9 +3,9 @@
     git worktree add /tmp/old HEAD~1
     python benchmarks/compare_builds.py /tmp/old .
 
-Each checkout is loaded by a process of its own. The two take turns on the GPU, so that a change of its clock meets both
-alike. Calls are timed in a CUDA graph, without the host. `=` says that all results have the same bits. Only
-deterministic passes compare dq: in others, blocks add to it in any order.
+The process of each checkout takes its turn on the GPU, so that a change of the clock meets both alike. Calls are timed
+in a CUDA graph, without the host. `=` says that all results have the same bits. Only deterministic passes compare dq:
+in others, blocks add to it in any order.
 """
 
 import argparse
@@ -78,18 +78,13 @@ def decode(batch_size, group, seqlen, rows):
     return lambda: [attention_with_kvcache(q, k, v, lengths, causal=True, backend="cuda")]
 
 
-# In the process of one checkout.
-
-work = {}  # "call": what is timed, "graph": of it, "repeats": how many replays fill 10 ms
+work = {}  # of the process of one checkout: the call that is timed, its graph, and how many replays fill 10 ms
 
 
-def begin(checkout, builds):
+def build(checkout, builds):
+    """Whether the build has kernels for GPUs."""
     sys.path.insert(0, checkout)
     os.environ["TORCH_EXTENSIONS_DIR"] = builds
-
-
-def build():
-    """Whether the build has kernels for GPUs."""
     from minimal_attn import _build
 
     return _build.load().has_cuda
@@ -102,14 +97,12 @@ def prepare(kind, options):
     torch.manual_seed(0)
     torch.cuda.set_stream(torch.cuda.Stream())  # a backward pass runs where its forward pass ran
     call = work["call"] = decode(**options) if kind == "decode" else attention(kind, **options)
-    digest = hashlib.sha256()
-    for x in call():
-        digest.update(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    bits = b"".join(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for x in call())
     work.update(graph=torch.cuda.CUDAGraph(), repeats=2)
     with torch.cuda.graph(work["graph"], stream=torch.cuda.current_stream()):
         call()
     work["repeats"] = max(1, min(200, int(10 / milliseconds())))
-    return digest.hexdigest()
+    return hashlib.sha256(bits).hexdigest()
 
 
 def milliseconds():
@@ -132,9 +125,10 @@ def main():
     if not all((path / "csrc/flash.h").is_file() for path in options.checkouts):
         parser.error("needs two checkouts, each with csrc/flash.h")
     folders = [tempfile.TemporaryDirectory() for _ in options.checkouts]
-    workers = [ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin, (str(path.resolve()), folder.name))
-               for path, folder in zip(options.checkouts, folders)]
-    if not all([future.result() for future in [worker.submit(build) for worker in workers]]):  # both build now
+    workers = [ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) for _ in options.checkouts]
+    builds = [worker.submit(build, str(path.resolve()), folder.name)
+              for worker, path, folder in zip(workers, options.checkouts, folders)]
+    if not all([has_cuda.result() for has_cuda in builds]):
         parser.error("needs a GPU, and nvcc")
     print("kind, options, microseconds of the first, speed of the second by it, = for the same bits")
     ratios = {kind: [] for kind in options.kinds}

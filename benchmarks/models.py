@@ -3,12 +3,9 @@
     python benchmarks/models.py --json benchmarks/h200/models.json
 
 The weights are random, in bf16, and there is one sequence without padding and without a cache. Two passes are timed,
-and in each of them the attention kernels, by torch's profiler:
-
-forward: without gradients, with the logits of the last token alone, so that the head does not hide the attention.
-step: forward pass, loss of all tokens and backward pass. There is no optimizer, which is the same for all of them.
-
-On a CPU the model is tiny, for the tests.
+and in each of them the attention kernels, by torch's profiler: forward, without gradients and with the logits of the
+last token alone, so that the head does not hide the attention; and step, both passes with the loss of all tokens and
+without an optimizer. On a CPU the model is tiny, for the tests.
 """
 
 import argparse
@@ -103,11 +100,8 @@ def greedy(model, impl, tokens):
 
 
 def check(model, impls):
-    """{impl: {pass: the largest error of its logits or of its gradient}}, by eager attention in fp32.
-
-    Raises WrongResult by the error rule of tests/, with the error of `sdpa` as PyTorch's own, or where the tokens of
-    greedy generation in fp32 are others.
-    """
+    """{impl: {pass: the largest error of its logits or of its gradient}}, by eager attention in fp32. WrongResult by the
+    error rule of tests/, with `sdpa` as PyTorch's own, or where greedy generation in fp32 gives other tokens."""
     tokens, exact = make_tokens(CHECKED[model.device.type], model), copy.deepcopy(model).float()
     truths = results_of(exact, Impl("eager"), tokens)
     bases = [x.bfloat16() for x in results_of(model, IMPLS["sdpa"], tokens)]

@@ -3,14 +3,12 @@
     python benchmarks/serving.py --json benchmarks/h200/serving.json
 
 Requests: N of them arrive at once, with prompts of equal length. A step reads one prompt, so one request more begins in
-each step. The tokens that they generate are divided by the time until the last one ends: the median of three runs after
-a warm-up.
+each step. Their new tokens are divided by the time until the last one ends: the median of three runs after a warm-up.
 
-Decode step: CUDA graphs are replayed, each as often as fills a tenth of a second.
- - The step as the server captures it, and the same step with attention that returns q. The difference is what attention
-   costs within a model. A call appends a token, rotates, and attends to the cache.
- - The calls of attention, each after a read of the weights of a layer, and these reads alone. The difference is what
-   attention costs by itself. Without the reads a part of a small cache would still be in L2 from the last replay.
+Decode step, by CUDA graphs. A call of attention appends a token, rotates, and attends to the cache.
+ - The step less the same step with attention that returns q is what attention costs within a model.
+ - The calls of attention, each after a read of the weights of a layer, less these reads are what it costs by itself.
+   Without the reads a part of a small cache would still be in L2.
 
 On a CPU the model is tiny, for the tests. Read next: ../examples/generate.py.
 """
@@ -135,8 +133,7 @@ def make_rows(device, impls):
 def main(argv):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--impls", nargs="+", choices=generate.BACKENDS, default=IMPLS[device],
-                        help=f"default: {' '.join(IMPLS[device])}")
+    parser.add_argument("--impls", nargs="+", choices=generate.BACKENDS, default=IMPLS[device])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows into it")
     args = parser.parse_args(argv)
     meta = environment(device, "python benchmarks/serving.py", argv)

@@ -163,8 +163,8 @@ def matmul():
 
 
 def training(name):
-    return table(["backend", "million tokens per second"],
-                 [[f"`{x}`", f"{tokens / 1e6:.2f}"] for x, tokens in record(name)["tokens_per_s"].items()])
+    rows = [[f"`{x}`", f"{tokens / 1e6:.2f}"] for x, tokens in record(name)["tokens_per_s"].items()]
+    return table(["backend", "million tokens per second"], rows)
 
 
 def host():
@@ -251,9 +251,8 @@ def run(name):
 
 
 def loss_curves(name):
-    content = record(name)
-    return (train_tiny_gpt.loss_curves, content["losses"], content["tokens_per_s"],
-            train_tiny_gpt.title_of(content["meta"]))
+    losses, speeds, meta = map(record(name).get, ("losses", "tokens_per_s", "meta"))
+    return train_tiny_gpt.loss_curves, losses, speeds, train_tiny_gpt.title_of(meta)
 
 
 def ladder_bars(name):
@@ -284,9 +283,8 @@ def serving_curves(name):
     curves, meta = {}, record(name)["meta"]
     for row in of("serving,op=generate"):
         curves.setdefault(row["impl"], []).append((row["requests"], row["tokens_per_s"]))
-    heading = f"prompts of {meta['prompt']} tokens, {meta['new_tokens']} new ones"
-    return (pictures.curves, {heading: curves}, f"Continuous batching on {meta['device']}",
-            ("requests at once", "tokens per second"))
+    panels = {f"prompts of {meta['prompt']} tokens, {meta['new_tokens']} new ones": curves}
+    return pictures.curves, panels, f"Continuous batching on {meta['device']}", ("requests at once", "tokens per second")
 
 
 def efficiency_curves(name):

@@ -1,8 +1,8 @@
 """Cases of caches of keys and values: decoding, appending a new key, and a prefill beside samples that decode.
 
-A call is bound by the reading of K and V. So its rate in GB/s stands beside that of a plain read of as many bytes. One
-call lasts microseconds, and a model replays many of them as a CUDA graph. So the time is that of a graph of calls on
-the GPU, divided by their number. Each call has a cache of its own, so that no L2 holds what the next one reads.
+A call is bound by the reading of K and V, so its rate in GB/s stands beside that of a plain read of as many bytes. It
+lasts microseconds, and a model replays many as a CUDA graph. So the time is that of a graph of calls, divided by their
+number. Each call has a cache of its own, so that no L2 holds what the next one reads.
 
 Read next: read.py, the plain read; measure.py.
 """
@@ -67,7 +67,7 @@ def times_of_replays(graph, count):
 
 
 class Decode(Case):
-    """Caches in memory (2, N, S or page_size, Hk, D), K and then V, and a call on each. Pages are in random order.
+    """Caches in memory (2, N, S or page_size, Hk, D), K and then V, with pages in random order, and a call on each.
     GB/s count the valid keys and values alone."""
 
     def __init__(self, op, setting, device):
@@ -156,7 +156,7 @@ class Decode(Case):
 
     @functools.cached_property
     def read(self):
-        """The numbers of the plain read, which has neither FLOPs nor memory of its own; {} where there is none."""
+        """The numbers of the plain read; {} where there is none."""
         if self.device not in self.op.impls["read"].devices:
             return {}
         numbers = measure.numbers_of(self, "read")
@@ -169,8 +169,7 @@ class Decode(Case):
 
 
 class Append(Decode):
-    """The caches of decoding, in which the last key of each sample is the new one. Every call writes it again, so that
-    all calls read and write the same."""
+    """The caches of decoding. The last key of each sample is the new one, which every call writes again."""
 
     def places_of(self, page_table):
         """The indices of the new keys in a cache (N, Hk, S, D)."""
@@ -211,8 +210,8 @@ def rotated_back(x, cos, sin):
 
 
 class Mixed(Decode):
-    """Samples that decode one token each and, last, one that is prefilled, with as many keys as rows. q is packed.
-    Results are (out of the samples that decode (B, H, 1, D), out of the prefill (1, H, prefill, D))."""
+    """Samples that decode one token each and, last, one that is prefilled, with as many keys as rows. q is packed, and
+    results are as parts_of() has them."""
 
     def seqlens_of(self, shape):
         return [shape.seqlen_k] * shape.batch_size + [shape.options["prefill"]]

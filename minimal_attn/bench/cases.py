@@ -50,7 +50,7 @@ def lengths_of(text):
 
 class Shape(NamedTuple):
     """The sizes of q (B, H, Sq, D) and of k and v (B, Hk, Sk, D), and in words what else a call has, such as "window
-    512". A packed batch has its lengths there; its B and S are the number of samples and the longest one."""
+    512", or the lengths of a packed batch, whose B and S are the number of samples and the longest one."""
 
     batch_size: int
     nheads: int
@@ -88,8 +88,8 @@ class Shape(NamedTuple):
 
 
 def shape_of(text, form):
-    """The shape that a text names, such as "1,16,16384,128 window 512". form: a regular expression for what stands
-    behind the sizes, or "packed" if lengths may be in their place. Raises ValueError."""
+    """The shape that a text names, such as "1,16,16384,128 window 512"; ValueError if it names none. form: a regular
+    expression for what stands behind the sizes, or "packed" if lengths may be in their place."""
     sizes, _, more = text.partition(" ")
     if form == "packed" and not text.split(",")[0].isdecimal():
         more, *sizes = text.split(",")
@@ -125,8 +125,7 @@ def count(text):
 
 
 def fp8_base(q, k, v, causal):
-    """Attention in fp32 but for P, which is rounded to fp8. Its error is the base of the error rule for fp8. Returns
-    bf16."""
+    """Attention in fp32 but for P, which is rounded to fp8, in bf16: the base of the error rule for fp8."""
     k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q.float() @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]))
     if causal:
@@ -141,8 +140,8 @@ def gradients_of(forward, q, k, v, dout):
 
 
 class Case:
-    """One setting of attention, forward or with gradients. truth and tolerance are tuples, for dq, dk and dv of
-    gradients. They are None where even one head in fp64 would not fit."""
+    """One setting of attention, forward or with gradients. truth and tolerance are tuples, or None where even one head
+    in fp64 would not fit."""
 
     # {gradients: (op of rows, FLOPs over those of a forward pass)}. A backward pass has five products, as it forms Q Kᵀ
     # again, and a forward pass has two.
@@ -237,7 +236,7 @@ class Case:
         return left, 0 if self.causal else left
 
     def pairs(self):
-        """How many pairs of a row and a key FLOPs count, in each head: all that a mask of the shape shows."""
+        """The pairs of a row and a key that FLOPs count, in each head."""
         if self.shape.kind != "window":
             return self.shape.pairs / (2 if self.causal else 1)
         left, right = self.window_size
@@ -266,8 +265,8 @@ class Case:
         return reference_attention(q, k, v, self.causal, **keywords)
 
     def base(self, q, k, v):
-        """PyTorch's result in the dtype of the inputs, whose error sets the error that is allowed: that of SDPA's math
-        backend, or where SDPA has no such call the reference, which has scores in fp32, too."""
+        """PyTorch's result in the dtype of the inputs, whose error sets what is allowed: by SDPA's math backend, or where
+        SDPA has no such call by the reference."""
         if self.dtype in FP8_DTYPE_NAMES:
             return fp8_base(q, k, v, self.causal)
         if self.shape.kind not in ("dense", "packed"):
@@ -276,15 +275,14 @@ class Case:
         return self.by_sample(math_sdpa, q, k, v) if self.shape.kind == "packed" else math_sdpa(q, k, v)
 
     def by_sample(self, forward, *qkv):
-        """forward of each sample of a packed batch. The scores of one sample alone are in memory, in the backward pass
-        too, which forms them again."""
+        """forward of each sample of a packed batch. The scores of one alone are in memory, in both passes."""
         samples = zip(*(x.split(lengths_of(self.shape.more), dim=2) for x in qkv))
         return torch.cat([checkpoint(forward, *sample, use_reentrant=False) for sample in samples], 2)
 
     @staticmethod
     def truth_sizes(op, shape):
-        """Elements in fp64 that the truth needs, and that of one key/value head of one sample: the scores. Autograd
-        keeps them and makes their gradients, and what dropout makes of them."""
+        """Elements in fp64 that the truth needs, and that of one key/value head of one sample: the scores, and what
+        autograd and dropout make of them."""
         copies = 1 if not op.gradients else 4 if shape.kind in ("deterministic", "dropout") else 3
         of_one = shape.nheads // shape.nheads_k * shape.seqlen_q * shape.seqlen_k
         return copies * shape.nheads * shape.pairs, copies * of_one
@@ -294,8 +292,8 @@ class Case:
         return truth_fits(cls.truth_sizes(op, shape)[1], device)
 
     def judged(self, x):
-        """The part of x (B, H or Hk, S, D) that is compared with the truth. This is all of x if that fits in fp64. Else
-        it is the last key/value head of the last sample, or the query heads that read it."""
+        """The part of x (B, H or Hk, S, D) that is compared with the truth: all if that fits in fp64, else the last
+        key/value head of the last sample, or the query heads that read it."""
         return x if truth_fits(self.truth_sizes(self.op, self.shape)[0], self.device) else self.one_head(x[-1:])
 
     def one_head(self, x):

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 -m minimal_attn.bench.context_parallel --json context_parallel.json
 
 Before a method of ours is timed, 64 rows of its out are compared with attention in fp32. A timing has several calls in
-a row, as the layers of a model make them. One more call before them lets the host be ahead of the GPUs. The slowest
-rank of a timing counts, and the median of timings. Efficiency is the time on one GPU of the whole, by the same kernels,
-over P times the time on P. Without GPUs it runs in a tiny size on CPUs with Gloo, to be tested; torch's
-context_parallel has no CPU kernels. Read next: ../distributed/attention.py.
+a row, as the layers of a model make them, behind one that lets the host be ahead of the GPUs. The slowest rank counts,
+and the median of timings. Efficiency is the time of the whole on one GPU, by the same kernels, over P times the time on
+P. Without GPUs it runs in a tiny size on CPUs with Gloo, without torch's context_parallel, to be tested. Read next:
+../distributed/attention.py.
 """
 
 import argparse
@@ -119,8 +119,7 @@ def torchs_attention(q, k, v):
 
 
 def torchs_context_parallel(seqlen, device):
-    """torch's context_parallel. Within it, scaled_dot_product_attention takes shards in torch's order, which is the
-    zigzag layout."""
+    """torch's context_parallel, in which scaled_dot_product_attention takes shards in the zigzag layout."""
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -151,8 +150,7 @@ def passes(attend, tensors, what):
 
 
 def judge(out, whole):
-    """ValueError if out misses causal attention of the whole q, k and v by more than the error rule allows. It checks
-    64 rows, in fp32."""
+    """ValueError if 64 rows of out miss causal attention of the whole q, k and v by more than the error rule allows."""
     q, k, v = whole
     seqlen = q.shape[2]
     rows = torch.arange(0, seqlen, max(1, seqlen // 64), device=q.device)

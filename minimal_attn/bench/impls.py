@@ -18,17 +18,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import activated, flash_attention, flash_attn_func, flash_attn_varlen_func, force_kernel
 from ..options import Lengths
 from ..reference.scores import visible_keys
 from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, Impl
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
 
 HALVES = ("float16", "bfloat16")
 SCORES = ("none", "softcap", "alibi", "bias", "mask")
@@ -107,14 +103,11 @@ def repeated(k, v, times):
 
 
 def torch_varlen(q, k, v, call):
-    """varlen_attn of torch, FlashAttention-2. Where it has no enable_gqa, keys are repeated outside of what is
-    timed."""
-    known, keywords = inspect.signature(varlen_attn).parameters, {}
-    if call.causal:
-        keywords = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:
-        keywords["enable_gqa"] = q.shape[1] != k.shape[1]
-    elif q.shape[1] != k.shape[1]:
+    """varlen_attn of torch, FlashAttention-2. In torch 2.11, it needs as many heads of k and v as of q."""
+    keywords = {"window_size": (-1, 0 if call.causal else -1)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        keywords["enable_gqa"] = True
+    else:
         k, v = repeated(k, v, q.shape[1] // k.shape[1])
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     bounds, longest = call.keywords["cu_seqlens_q"], call.keywords["max_seqlen_q"]
@@ -155,7 +148,7 @@ IMPLS = {
     "torch:flash": of_torch(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu")),
     "torch:efficient": of_torch(SDPBackend.EFFICIENT_ATTENTION),
     "torch:math": of_torch(SDPBackend.MATH, ("cuda", "cpu")),
-    "torch:varlen": Impl(torch_varlen, ("cuda",) * (varlen_attn is not None), dtypes=HALVES, kinds=("packed",)),
+    "torch:varlen": Impl(torch_varlen, ("cuda",), dtypes=HALVES, kinds=("packed",)),
     "flex": Impl(flex, ("cuda",), dtypes=HALVES,  # each shape is compiled and tuned, too long for a demo in fp32
                  kinds=("dense", "packed", "window", *SCORES[1:])),
     **{module: Impl(functools.partial(package, module=module), ("cuda",), dtypes=HALVES)  # FlashAttention-2 and -3
@@ -189,15 +182,13 @@ def step_of(forward):
 @contextmanager
 def deterministic_torch():
     """torch's own operations are deterministic, or raise. New memory is not filled, which would take time."""
-    was_on, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was_on, warn_only=warned)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def host_cost(gradients):

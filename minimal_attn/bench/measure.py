@@ -75,8 +75,8 @@ def truth_fits(elements, device):
 
 
 def judge(case, name):
-    """Makes one call and returns its errors: for dq, dk and dv where it gives gradients, None where there is no truth.
-    Raises WrongResult if an error is larger than the error rule of tests/ allows."""
+    """The errors of one call, as case.truth, or None where there is none; WrongResult if one is larger than the error
+    rule of tests/ allows."""
     case.prepare(name)
     out = case.results(name, case.function(name)(*case.args))
     if case.truth is None or not out:
@@ -121,11 +121,8 @@ def profiled(case, names):
 
 
 def numbers_of(case, name):
-    """{key of MEASURED, or "us": number}.
-
-    peak_mb is 10^6 bytes beyond inputs and output. An implementation that frees its scratch before it makes its
-    output, such as "manual", needs up to one output more than that.
-    """
+    """{key of MEASURED, or "us": number}. peak_mb is 10^6 bytes beyond inputs and output; what frees its scratch before
+    it makes its output, such as "manual", needs up to one output more than that."""
     errors, function = judge(case, name), case.function(name)  # and the warm-up: builds, tunes, makes workspaces
     peak = peak_bytes(function, *case.args)
     peak_mb = None if peak is None else (peak - case.out_bytes) / 1e6

@@ -1,12 +1,9 @@
 """Pictures of rates and times. draw() puts into each a digest of what it was drawn from.
 
 rates() shows the rows of a run, as its JSON has them. Shapes that differ in their length alone are lines over S, or
-points over the bytes of a cache. All others are bars.
-
-Each implementation looks the same in every picture of the project. The colors are those of Okabe and Ito
-(jfly.uni-koeln.de/color), completed by the "muted" ones of Paul Tol (personal.sron.nl/~pault): readers with any color
-vision can tell them apart. Ours have thick lines, filled markers and solid bars, the others thin lines, hollow markers
-and light bars.
+points over the bytes of a cache. All others are bars. Ours have thick lines, filled markers and solid bars, the others
+thin lines, hollow markers and light bars. The colors are those of Okabe and Ito (jfly.uni-koeln.de/color), completed by
+the "muted" ones of Paul Tol (personal.sron.nl/~pault): readers with any color vision can tell them apart.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """Context parallelism by a ring: keys and values go round the ranks, and each rank attends to those it holds.
 
-Liu et al., Ring Attention, 2023. Beside its own keys, a rank has those that it attends to and those that arrive
-meanwhile. The keys of one rank give a part of the result, and parts are merged by their lse. In the backward pass
-nothing is merged: dk and dv travel with the keys, one step behind, and each rank adds its part. After P steps they are
+Liu et al., Ring Attention, 2023. The keys of one rank give a part of the result, and parts are merged by their lse. In
+the backward pass dk and dv travel with the keys, one step behind, and each rank adds its part. After P steps they are
 home. Read next: ulysses.py, which divides the heads instead.
 """
 
@@ -18,8 +17,7 @@ KEYS, GRADIENTS = 0, 1  # tags of messages
 
 
 class Transfer:
-    """Sends x to the next rank and receives a tensor of the same shape and dtype from the one before. The transfer
-    begins at once, and wait() returns the received tensor."""
+    """Begins to send x to the next rank. wait() returns a tensor like x from the rank before."""
 
     def __init__(self, x, shards, tag):
         self.sent, self.received = x, torch.empty_like(x)
@@ -35,8 +33,7 @@ class Transfer:
 
 
 def turns(k, v, padding):
-    """Yields (rank, its k, its v) for each rank whose keys come by, this rank first. k and v are those of pad_keys. The
-    keys of the next rank already travel meanwhile."""
+    """Yields (rank, its k, its v), by pad_keys, of each rank, this one first. The next keys travel meanwhile."""
     kv, shards = padding.pad_keys(torch.cat((k, v), -1)), padding.shards
     for step in range(shards.size):
         transfer = Transfer(kv, shards, KEYS) if step + 1 < shards.size else None

@@ -36,8 +36,7 @@ def all_to_all(x, shards):
 
 
 class AllToAll(torch.autograd.Function):
-    """The differentiable form of there(x, shards), which is rows_to_heads or heads_to_rows. back is the other of the
-    two: the transpose of `there`, and its inverse."""
+    """there(x, shards) as a differentiable function. back: its inverse, which is also its transpose."""
 
     @staticmethod
     def forward(ctx, x, shards, there, back):
