@@ -71,10 +71,6 @@ def make_model(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
 
-def make_tokens(seqlen, model):
-    return torch.randint(model.config.vocab_size, (1, seqlen), device=model.device)
-
-
 @contextmanager
 def using(model, impl):
     model.set_attn_implementation(impl.attention)
@@ -102,7 +98,8 @@ def greedy(model, impl, tokens):
 def check(model, impls):
     """{impl: {pass: the largest error of its logits or of its gradient}}, by eager attention in fp32. WrongResult by the
     error rule of tests/, with `sdpa` as PyTorch's own, or where greedy generation in fp32 gives other tokens."""
-    tokens, exact = make_tokens(CHECKED[model.device.type], model), copy.deepcopy(model).float()
+    exact = copy.deepcopy(model).float()
+    tokens = torch.randint(model.config.vocab_size, (1, CHECKED[model.device.type]), device=model.device)
     truths = results_of(exact, Impl("eager"), tokens)
     bases = [x.bfloat16() for x in results_of(model, IMPLS["sdpa"], tokens)]
     continued = greedy(exact, Impl("eager"), tokens[:, :PROMPT])
@@ -153,7 +150,8 @@ def attention_ms(call, device):
 def measure(model, impls, run, seqlen, rounds):
     """{impl: (ms, the median over the rounds; ms of the attention kernels)} of a pass. The implementations take turns,
     so that a change of the GPU's clock meets all of them alike."""
-    tokens, of_attention, times = make_tokens(seqlen, model), {}, {name: [] for name in impls}
+    of_attention, times = {}, {name: [] for name in impls}
+    tokens = torch.randint(model.config.vocab_size, (1, seqlen), device=model.device)
     for name, impl in impls.items():
         with using(model, impl):
             run(tokens, model)  # the warm-up: builds, tunes, makes workspaces

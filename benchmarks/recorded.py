@@ -55,8 +55,10 @@ def gpu_record():
 @cache
 def rows_of(name):
     """The measured rows of a record, with the columns and implementations that tables and pages compare by."""
-    if name in ("peers", "both"):
-        return peers() if name == "peers" else both_passes()
+    if name == "peers":
+        return peers()
+    if name == "both":
+        return both_passes()
     if name.startswith("host"):  # the host's time of a call
         return [{"impl": NAMES.get(x, x), "ms": us / 1e3} for x, us in record(name)["meta"]["host_us"].items()]
     rows = [dict(row, impl=NAMES.get(row["impl"], row["impl"])) for row in record(name)["rows"] if row.get("ms", True)]

@@ -35,9 +35,10 @@ GOALS = [
 
 if __name__ == "__main__":
     cells = []
-    for what, *goals in GOALS:
+    for what, mean_goal, least_goal in GOALS:
         found = values(what)
-        numbers = geometric_mean(found), goals[0], min(found), goals[1]
-        is_missed = numbers[0] < (goals[0] or 0) or numbers[2] < (goals[1] or 0)
-        cells.append([what, str(len(found)), *(f"{x:.2f}" if x else "–" for x in numbers), "missed" * is_missed])
+        mean, least = geometric_mean(found), min(found)
+        is_missed = mean < (mean_goal or 0) or least < (least_goal or 0)
+        numbers = [f"{x:.2f}" if x else "–" for x in (mean, mean_goal, least, least_goal)]
+        cells.append([what, str(len(found)), *numbers, "missed" * is_missed])
     print(table(["record and what is compared", "settings", "mean", "goal", "least", "goal", ""], cells), end="")

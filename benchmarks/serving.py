@@ -40,10 +40,8 @@ IMPLS = {"cuda": ["cuda", "triton"], "cpu": ["torch"]}  # backends of attention_
 REQUESTS = {"cuda": [1, 2, 4, 8, 16, 32, 64], "cpu": [1, 2]}
 PROMPT, NEW = {"cuda": 512, "cpu": 8}, {"cuda": 128, "cpu": 4}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-# (samples, keys of each) of the decode steps.
-STEPS = {"cuda": [(1, 4096), (8, 4096), (64, 1024), (64, 4096), (8, 32768)], "cpu": [(2, 32)]}
-RUNS = 3
-ROUNDS, REPLAY_MS = 5, 100
+STEPS = {"cuda": [(1, 4096), (8, 4096), (64, 1024), (64, 4096), (8, 32768)], "cpu": [(2, 32)]}  # (samples, keys)
+RUNS, ROUNDS, REPLAY_MS = 3, 5, 100
 EXAMPLE = {"cuda": [], "cpu": ["--requests", "3"]}  # the options of the example, whose output is recorded
 
 

@@ -234,8 +234,6 @@ TABLES = {
 }
 
 
-# Pictures.
-
 FOLDER = ROOT / "benchmarks/h200"
 RUNS = ("forward.svg", "forward_bf16.svg", "heads.svg", "sm80.png", "backward.png", "fp32.png", "matmul.png",
         "triton.png", "forward_backward.svg", "varlen.svg", "window.svg", "scores.svg", "decode.svg")
@@ -288,7 +286,6 @@ def serving_curves(name):
 
 
 def efficiency_curves(name):
-    """Each pass and number of key heads has a panel."""
     panels, meta = {}, record(name)["meta"]
     for row in record(name)["rows"]:
         if row["efficiency"] is not None:

@@ -104,8 +104,7 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     library = compile_library(ROOT / "build" / ("wheel_cpu" if args.cpu else "wheel"), cuda=not args.cpu)
     with tempfile.TemporaryDirectory() as folder:
-        # auditwheel finds the tag by the symbols. Nothing is copied into the wheel, so that no patcher is needed: torch
-        # brings its own libraries.
+        # auditwheel finds the tag by the symbols. It copies nothing and needs no patcher: torch brings its libraries.
         subprocess.run([sys.executable, "-m", "auditwheel", "repair", "--patcher=none", "--exclude=libtorch*.so",
                         f"--wheel-dir={folder}/tagged", pack(library, folder)], check=True)
         wheel = Path(shutil.copy(*Path(folder, "tagged").glob("*.whl"), args.out))

@@ -28,7 +28,7 @@ WARMUP_MS, REPLAYS = 50, 15  # of the graph. Right after a pause, reads have bee
 @dataclass(eq=False)
 class Call(impls.Call):
     ways: dict = field(default_factory=dict)  # {name: [(function, tensors, keywords), ...]}, the calls of each way
-    words: torch.Tensor | None = None  # int32, as many as the valid keys and values have: what the plain read reads
+    words: torch.Tensor | None = None  # int32, as many as the valid keys and values have, for the plain read
 
 
 def ours(q, k, v, call, way, backend):
@@ -43,7 +43,7 @@ def plain_read(q, k, v, call):
 
 
 def ways(*names):
-    """{name: Impl} of ours by both backends. A prefill without cache (":dense") does not have to serve pages."""
+    """{name: Impl} of ours by both backends. A prefill without cache (":dense") serves no pages."""
     return {f"{backend}{way}": Impl(functools.partial(ours, way=way, backend=backend), backend=backend,
                                     kinds=("dense", "pages")[:1 + (way != ":dense")])
             for backend in ("cuda", "triton") for way in names}
@@ -96,13 +96,10 @@ class Decode(Case):
             self.caches.append((memory, None if ids is None else ids.view(len(self.seqlens), -1)))
         memory, table = self.caches[0]
         k, v = memory if table is None else memory[:, table].flatten(2, 3)
-        return normal(self.size_of_q(), self.device, self.dtype), k.transpose(1, 2), v.transpose(1, 2)
-
-    def size_of_q(self):
-        return self.shape.batch_size, self.shape.nheads, self.shape.seqlen_q, self.shape.head_dim
-
-    def make_call(self):
-        return Call(self.causal)
+        prefill = self.options.get("prefill")  # whose q is packed
+        rows = (shape.batch_size, shape.seqlen_q) if prefill is None else (1, shape.batch_size + prefill)
+        q = normal((rows[0], shape.nheads, rows[1], shape.head_dim), self.device, self.dtype)
+        return q, k.transpose(1, 2), v.transpose(1, 2)
 
     def call_of(self, q, memory, table):
         """The arguments of implementations for one cache."""
@@ -215,9 +212,6 @@ class Mixed(Decode):
 
     def seqlens_of(self, shape):
         return [shape.seqlen_k] * shape.batch_size + [shape.options["prefill"]]
-
-    def size_of_q(self):
-        return 1, self.shape.nheads, self.shape.batch_size + self.options["prefill"], self.shape.head_dim
 
     def ways_of(self, q, k, v, keywords):
         samples, prefill = self.shape.batch_size, self.options["prefill"]

@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from .. import activated, flash_attention, reference_attention
 from ..distributed import all_gather as by_all_gather, context_parallel_attention, shard, unshard
 from ..distributed.attention import METHODS
 from ..distributed.layout import all_gather
+from ..toolkit.benchmark import benchmark_fn
 from ..toolkit.validation import allowed_error
 from .measure import environment, write_json
 
@@ -80,21 +80,21 @@ def measure(seqlen, heads_k, device, calls):
     local = [shard(x, dim=2) for x in whole]
     rows = []
 
-    def add(impl, what, ms, one_gpu_ms=None):
-        efficiency = None if one_gpu_ms is None else round(one_gpu_ms / dist.get_world_size() / ms, 4)
-        row = {"impl": impl, "pass": what, "seqlen_q": seqlen, "nheads_k": heads_k, "ms": ms, "efficiency": efficiency}
-        rows.append(row)
-        if dist.get_rank() == 0:
-            print(json.dumps(row), flush=True)
+    def add(impl, ms, one_gpu={}):
+        """Adds rows of {pass: ms}. one_gpu: the same of the whole on one GPU."""
+        for what, x in ms.items():
+            efficiency = round(one_gpu[what] / dist.get_world_size() / x, 4) if one_gpu else None
+            rows.append({"impl": impl, "pass": what, "seqlen_q": seqlen, "nheads_k": heads_k, "ms": x,
+                         "efficiency": efficiency})
+            if dist.get_rank() == 0:
+                print(json.dumps(rows[-1]), flush=True)
 
     def add_passes(impl, attend, tensors, one_gpu={}):
-        """{pass: ms}, also of both passes on one GPU, where one_gpu has no time of it."""
         ms = {what: timed(passes(attend, tensors, what), device, calls) for what in PASSES}
-        for what in PASSES:
-            add(impl, what, ms[what], one_gpu.get(what))
+        add(impl, ms, one_gpu)
         return ms
 
-    add("all_gather_alone", "forward", timed(partial(gather, *local[1:3]), device, calls))
+    add("all_gather_alone", {"forward": timed(partial(gather, *local[1:3]), device, calls)})
     one_gpu = add_passes("one_gpu", partial(flash_attention, causal=True), whole)
     for method in METHODS:
         if method == "ulysses" and heads_k % dist.get_world_size():
@@ -164,26 +164,16 @@ def judge(out, whole):
 
 def timed(call, device, calls):
     """The median ms of a call for the slowest rank, of `calls` timings of IN_A_ROW calls."""
+    def in_a_row():
+        for _ in range(IN_A_ROW):
+            call()
+
     call()
     times = []
     for _ in range(calls):
         dist.barrier()
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            call()  # keeps the GPU busy while the host prepares the first timed one
-            start.record()
-            for _ in range(IN_A_ROW):
-                call()
-            end.record()
-            torch.cuda.synchronize()
-            ms = start.elapsed_time(end)
-        else:
-            begin = time.perf_counter()
-            for _ in range(IN_A_ROW):
-                call()
-            ms = (time.perf_counter() - begin) * 1e3
-        slowest = torch.tensor(ms / IN_A_ROW, device=device)
+        call()  # keeps the GPU busy while the host prepares the first timed one
+        slowest = torch.tensor(benchmark_fn(in_a_row, warmup=0, rep=1)[0] / IN_A_ROW, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         times.append(slowest.item())
     return float(f"{statistics.median(times):.6g}")

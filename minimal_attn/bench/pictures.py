@@ -150,7 +150,8 @@ class Panel(NamedTuple):
 
     @property
     def impls(self):
-        return measured_in(self.results)
+        """Those that have a number, in the order of STYLES."""
+        return [impl for impl in STYLES if any(rows[impl]["ms"] for rows in self.results if impl in rows)]
 
     @property
     def rows(self):
@@ -172,20 +173,6 @@ class Panel(NamedTuple):
         return [rows[impl][self.rate] or math.nan for rows in self.results]
 
 
-def measured_in(results):
-    """The implementations that have a number in results, in the order of STYLES."""
-    return [impl for impl in STYLES if any(rows[impl]["ms"] for rows in results if impl in rows)]
-
-
-def by_setting(rows):
-    """[{impl: row}] of the settings of rows."""
-    found = {}
-    for row in rows:
-        setting = [(key, value) for key, value in row.items() if key not in ("impl", "us", "read_gbps", *MEASURED)]
-        found.setdefault(json.dumps(setting), {})[row["impl"]] = row
-    return list(found.values())
-
-
 def of_run(rows, meta):
     """The arguments of draw() for the rows of a run: what makes the figure, the rows, a title and {dtype: TFLOP/s of a
     matmul}."""
@@ -194,18 +181,20 @@ def of_run(rows, meta):
     return rates, rows, title, meta.get("matmul_tflops", {})
 
 
-def panels_of(results):
+def panels_of(rows):
     """A Panel of lines for each sweep over S, dtype and mask, then one of bars for each other dtype and mask. A sweep
     has three lengths at least."""
     lengths, found, panels = {}, {}, []
-    rows_of = [(next(iter(rows.values())), rows) for rows in results]
-    for row, _ in rows_of:
+    for row in rows:
         for sweep in sweeps(row):
             lengths.setdefault(sweep, set()).add(x_of(row))
-    for row, rows in rows_of:
+    for row in rows:
         sweep = next((sweep for sweep in sweeps(row) if len(lengths[sweep]) > 2), None)
-        found.setdefault((sweep, row["dtype"], row.get("causal", False)), []).append(rows)
-    for (sweep, dtype, causal), part in found.items():
+        setting = [value for key, value in row.items() if key not in ("impl", "us", "read_gbps", *MEASURED)]
+        panel = found.setdefault((sweep, row["dtype"], row.get("causal", False)), {})
+        panel.setdefault(str(setting), {})[row["impl"]] = row
+    for (sweep, dtype, causal), settings in found.items():
+        part = list(settings.values())
         head_dim, shared = sweep or (None, words(common([parts(next(iter(rows.values()))) for rows in part])))
         title = ", ".join(filter(None, [head_dim, dtype, "causal" * causal]))
         panels.append(Panel(f"{title}\n{shared}".rstrip(), sweep is not None, part))
@@ -220,7 +209,7 @@ def common(shapes):
 
 def rates(rows, title, ceilings):
     """Every panel of a run. ceilings: {dtype: TFLOP/s of a matmul}."""
-    panels = panels_of(by_setting(rows))
+    panels = panels_of(rows)
     lines, bars = ([panel for panel in panels if panel.is_sweep == kind] for kind in (True, False))
     rows = math.ceil(len(lines) / 3)
     columns = math.ceil(len(lines) / max(1, rows))  # four are two by two

@@ -22,7 +22,7 @@ from . import all_gather, ring
 from .calls import Attention, Document, Origin, ints, with_origins
 from .layout import check_seqlen, shards_of, spans_nodes
 from .padding import dropout_padding
-from .ulysses import own_heads, ulysses_attention
+from .ulysses import ulysses_attention
 
 METHODS = "all_gather", "ring", "ulysses"
 MAX_GATHERED_BYTES = 8 << 30  # keys and values of all ranks; with more, "auto" takes the ring
@@ -110,13 +110,15 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
     seed = shared_seed(check_dropout_seed(dropout_seed, q, None), shards) if dropout_p else None
     options = options._replace(dropout_seed=seed)
     if method == "ulysses" or shards.size == 1:
-        heads = own_heads(q, shards)
+        each = q.shape[1] // shards.size
+        heads = slice(shards.rank * each, (shards.rank + 1) * each)  # of q, which this rank computes
+        origins = [Origin(0, 0, n) for n in range(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)]
         attend = functools.partial(
             flash_attention, causal=causal, sm_scale=options.softmax_scale, deterministic=deterministic,
             backend=backend, window_size=window_size, softcap=options.softcap,
             sinks=None if options.sinks is None else options.sinks[heads],
             alibi_slopes=None if slopes is None else slopes[..., heads], dropout_p=dropout_p,
-            dropout_seed=None if seed is None else with_origins(seed, heads.start, samples_of_whole(cu_seqlens, q)),
+            dropout_seed=None if seed is None else with_origins(seed, heads.start, origins),
             **lengths_of_whole(cu_seqlens, seqlen, q))
         return ulysses_attention(attend, q, k, v, shards)
     padding = dropout_padding(shards, q.shape[2], documents, seed is not None)
@@ -158,11 +160,6 @@ def shared_seed(seed, shards):
         seed = seed.clone()  # a caller's seed stays as it is
         dist.broadcast(seed, dist.get_global_rank(shards.group, 0), group=shards.group)
     return seed
-
-
-def samples_of_whole(cu_seqlens, q):
-    """The Origins of the samples of flash_attention, when it has the whole sequence."""
-    return [Origin(0, 0, number) for number in range(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)]
 
 
 def lengths_of_whole(cu_seqlens, seqlen, q):

@@ -5,7 +5,6 @@ rank r of P holds chunk r of P. In the zigzag layout it holds the chunks r and 2
 so that all ranks have the same work under a causal mask. Read next: padding.py, for dropout; calls.py.
 """
 
-import functools
 import os
 from typing import NamedTuple
 
@@ -45,7 +44,9 @@ class Shards(NamedTuple):
 
     def chunks(self, rank, num_rows):
         """The Chunks of a rank, which has num_rows rows of the sequence, in the order in which it holds them."""
-        return chunks_of(rank, self.size, self.chunks_per_rank, num_rows)
+        each = num_rows // self.chunks_per_rank
+        numbers = (rank, 2 * self.size - 1 - rank)[:self.chunks_per_rank]
+        return tuple(Chunk(number * each, (number + 1) * each, i * each) for i, number in enumerate(numbers))
 
     def runs(self, rank, num_rows):
         """The Chunks of a rank, with adjacent ones merged. Only the last rank of "zigzag" has adjacent ones."""
@@ -73,13 +74,6 @@ class Shards(NamedTuple):
             return x
         early, late = x.unflatten(0, (2, self.size, -1))
         return torch.stack((early, late.flip(0)), 1).flatten(0, 2)
-
-
-@functools.lru_cache
-def chunks_of(rank, size, chunks_per_rank, num_rows):
-    each = num_rows // chunks_per_rank
-    numbers = (rank, 2 * size - 1 - rank)[:chunks_per_rank]
-    return tuple(Chunk(number * each, (number + 1) * each, i * each) for i, number in enumerate(numbers))
 
 
 def shards_of(group, layout):
