@@ -1,9 +1,8 @@
 """Everything that computes attention on this machine side by side: checked against the reference, then timed.
 
-Without arguments it runs on the GPU if there is one, else on the CPU. options.py has the table of operations. main() is
-the whole run.
-Read next: impls.py, what is compared; measure.py, how one of it is measured; tables.py and pictures.py, what becomes of
-the numbers; demo.py, a short run with a verdict.
+It runs on the GPU if there is one, else on the CPU. Read next: options.py, the table of operations; impls.py, what is
+compared; measure.py, how one of it is measured; tables.py and pictures.py, what becomes of the numbers; demo.py, a
+short run with a verdict.
 """
 
 import functools
@@ -22,7 +21,7 @@ from .tables import console, place, print_table, print_tables
 
 def main(argv=None, program="minimal-attn bench"):
     """Run with the options argv; the exit code: 1 if a result is wrong or one of ours fails where it has to serve, 130
-    if Ctrl-C ended the run. That, or an exception, which is raised, leaves what was measured in tables and files."""
+    after Ctrl-C, which leaves what was measured in tables and files."""
     argv = sys.argv[1:] if argv is None else argv
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = parse_args(program, argv, device, __doc__.splitlines()[0])

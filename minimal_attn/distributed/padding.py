@@ -96,6 +96,10 @@ def dropout_padding(shards, num_rows, documents, has_dropout):
     """The DropoutPadding of ranks with num_rows rows each and of Documents."""
     if not has_dropout:
         return DropoutPadding(shards, num_rows, (0,) * shards.chunks_per_rank, 0)
-    offsets = [[next((chunk.begin - begin for begin, end, _ in documents if begin <= chunk.begin < end), 0) % TILE
-                for chunk in shards.chunks(rank, num_rows)] for rank in range(shards.size)]
+
+    def rows_before(chunk):
+        """The rows before a chunk in its first tile; 0 if it begins in no document."""
+        return next((chunk.begin - begin for begin, end, _ in documents if begin <= chunk.begin < end), 0) % TILE
+
+    offsets = [[*map(rows_before, shards.chunks(rank, num_rows))] for rank in range(shards.size)]
     return DropoutPadding(shards, num_rows, tuple(offsets[shards.rank]), TILE - 1 if any(map(any, offsets)) else 0)

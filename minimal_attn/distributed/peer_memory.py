@@ -1,13 +1,11 @@
 """Peer memory: memory of each rank that the others of its node read, by torch's symmetric memory.
 
-A rank writes what others need into a slot, which all ranks of the group can address. At a barrier it waits until all
-have done so, and then copies what it needs out of the slots of the others. Copy engines do that over NVLink and overlap
-with kernels that fill all multiprocessors; multiprocessors only write a rank's own slot and run the barrier. To start a
-copy takes the host microseconds.
+A rank writes what others need into a slot, which all ranks of the group can address. Behind a barrier it copies what it
+needs out of the slots of the others. Copy engines do that over NVLink, beside kernels that fill all multiprocessors.
 
-There are two slots, which take turns. A rank reads a slot before it comes to the barrier of the next one, since all
-copies and barriers are on one stream. So when a rank has passed a barrier, all ranks have read the slot of the barrier
-before, and it may be written again. Read next: ring.py, where not all keys fit.
+Two slots take turns. All copies and barriers are on one stream, so that a rank reads a slot before it comes to the
+barrier of the next one. So when a rank has passed a barrier, all ranks have read the slot of the barrier before, and it
+may be written again. Read next: ring.py, where not all keys fit.
 """
 
 import datetime
