@@ -327,12 +327,9 @@ class Case:
 
     def row(self, name, numbers):
         """A row of the JSON. In a run of packed batches, windows or sinks, dense shapes have the op of dense runs."""
-        op = self.op.row or self.pass_name
-        if self.shape.kind == "packed":
-            op = "varlen_backward" if self.op.gradients else "varlen"
-        elif self.shape.kind in ("window", "sinks"):
-            op = self.shape.kind
         kind, options = self.shape.kind, self.options
+        of_kind = {"packed": "varlen_backward" if self.op.gradients else "varlen", "window": "window", "sinks": "sinks"}
+        op = of_kind.get(kind, self.op.row or self.pass_name)
         known = {"op": op, "impl": name, "dtype": self.dtype, "causal": self.causal, "prefill": options.get("prefill"),
                  "deterministic": kind == "deterministic", "dropout_p": options.get("dropout", 0.0),
                  "score": kind if kind in SCORES else "none", "page_size": options.get("page", 0),

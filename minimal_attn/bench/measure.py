@@ -20,7 +20,7 @@ from typing import NamedTuple
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it when it first profiles: no log lines in the tables
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from .._build import source_digest
 from ..attention import BACKENDS
@@ -110,8 +110,7 @@ def must_serve(impl, dtype, device):
 
 def profiled(case, names):
     """The profile of one call of each of some implementations."""
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (case.device == "cuda")
-    with profile(activities=activities, acc_events=True) as prof:  # as there is one cycle; otherwise torch warns
+    with profile(acc_events=True) as prof:  # as there is one cycle; otherwise torch warns
         for name in names:
             with record_function(name):
                 case.function(name)(*case.args)
