@@ -96,8 +96,8 @@ def greedy(model, impl, tokens):
 
 
 def check(model, impls):
-    """{impl: {pass: the largest error of its logits or of its gradient}}, by eager attention in fp32. WrongResult by the
-    error rule of tests/, with `sdpa` as PyTorch's own, or where greedy generation in fp32 gives other tokens."""
+    """{impl: {pass: the largest error of its logits or of its gradient}}, by eager attention in fp32. WrongResult by
+    the error rule of tests/, with `sdpa` as PyTorch's own, or where greedy generation in fp32 gives other tokens."""
     exact = copy.deepcopy(model).float()
     tokens = torch.randint(model.config.vocab_size, (1, CHECKED[model.device.type]), device=model.device)
     truths = results_of(exact, Impl("eager"), tokens)

@@ -1,7 +1,4 @@
-"""Print the ratios of speeds in benchmarks/h200/*.json beside their goals. journal/ says why some are not reached.
-
-    python benchmarks/report.py
-"""
+"""Print the ratios of speeds in benchmarks/h200/*.json beside their goals. journal/ says why some are not reached."""
 
 from statistics import geometric_mean
 

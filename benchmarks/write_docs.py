@@ -249,8 +249,9 @@ def run(name):
 
 
 def loss_curves(name):
-    losses, speeds, meta = map(record(name).get, ("losses", "tokens_per_s", "meta"))
-    return train_tiny_gpt.loss_curves, losses, speeds, train_tiny_gpt.title_of(meta)
+    content = record(name)
+    title = train_tiny_gpt.title_of(content["meta"])
+    return train_tiny_gpt.loss_curves, content["losses"], content["tokens_per_s"], title
 
 
 def ladder_bars(name):
@@ -282,7 +283,8 @@ def serving_curves(name):
     for row in of("serving,op=generate"):
         curves.setdefault(row["impl"], []).append((row["requests"], row["tokens_per_s"]))
     panels = {f"prompts of {meta['prompt']} tokens, {meta['new_tokens']} new ones": curves}
-    return pictures.curves, panels, f"Continuous batching on {meta['device']}", ("requests at once", "tokens per second")
+    labels = "requests at once", "tokens per second"
+    return pictures.curves, panels, f"Continuous batching on {meta['device']}", labels
 
 
 def efficiency_curves(name):

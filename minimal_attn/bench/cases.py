@@ -265,8 +265,8 @@ class Case:
         return reference_attention(q, k, v, self.causal, **keywords)
 
     def base(self, q, k, v):
-        """PyTorch's result in the dtype of the inputs, whose error sets what is allowed: by SDPA's math backend, or where
-        SDPA has no such call by the reference."""
+        """PyTorch's result in the dtype of the inputs, whose error sets what is allowed: by SDPA's math backend, or
+        where SDPA has no such call by the reference."""
         if self.dtype in FP8_DTYPE_NAMES:
             return fp8_base(q, k, v, self.causal)
         if self.shape.kind not in ("dense", "packed"):

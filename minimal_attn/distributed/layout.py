@@ -97,8 +97,8 @@ def spans_nodes(group):
 
 def shard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, layout: str = "zigzag",
           pad_value: float = 0) -> Tensor:
-    """This rank's rows of x, which every rank has whole: x's shape but for T rows in dim, the same number on every rank.
-    Nothing is sent. Differentiable.
+    """This rank's rows of x, which every rank has whole: x's shape but for T rows in dim, the same number on every
+    rank. Nothing is sent. Differentiable.
 
     Args:
         x: any shape and dtype.
