@@ -59,8 +59,7 @@ gpu-record: packages
 
 docs report: NEEDS = filelock matplotlib ninja rich
 docs: packages
-	@$(PY) benchmarks/write_tables.py
-	@$(PY) benchmarks/write_pictures.py
+	@$(PY) benchmarks/write_docs.py
 
 report: packages
 	@$(PY) benchmarks/report.py

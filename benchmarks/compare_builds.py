@@ -3,9 +3,9 @@
     git worktree add /tmp/old HEAD~1
     python benchmarks/compare_builds.py /tmp/old .
 
-Each checkout is loaded by a process of its own. The two take turns on the GPU, so that a change of its clock meets both
-alike. Calls are timed in a CUDA graph, without the host. `=` says that all results have the same bits. Only
-deterministic passes compare dq: in others, blocks add to it in any order.
+The process of each checkout takes its turn on the GPU, so that a change of the clock meets both alike. Calls are timed
+in a CUDA graph, without the host. `=` says that all results have the same bits. Only deterministic passes compare dq:
+in others, blocks add to it in any order.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -77,56 +78,42 @@ def decode(batch_size, group, seqlen, rows):
     return lambda: [attention_with_kvcache(q, k, v, lengths, causal=True, backend="cuda")]
 
 
-def serve(pipe, checkout, builds):
-    """A process of one checkout. It takes a setting and gives a digest of the results; it takes None and gives the
-    milliseconds of a call."""
+work = {}  # of the process of one checkout: the call that is timed, its graph, and how many replays fill 10 ms
+
+
+def build(checkout, builds):
+    """Whether the build has kernels for GPUs."""
     sys.path.insert(0, checkout)
     os.environ["TORCH_EXTENSIONS_DIR"] = builds
     from minimal_attn import _build
 
-    pipe.send(_build.load().has_cuda)
+    return _build.load().has_cuda
+
+
+def prepare(kind, options):
+    """Captures a call, and returns a digest of its results."""
+    work.clear()
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
     torch.cuda.set_stream(torch.cuda.Stream())  # a backward pass runs where its forward pass ran
+    call = work["call"] = decode(**options) if kind == "decode" else attention(kind, **options)
+    bits = b"".join(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for x in call())
+    work.update(graph=torch.cuda.CUDAGraph(), repeats=2)
+    with torch.cuda.graph(work["graph"], stream=torch.cuda.current_stream()):
+        call()
+    work["repeats"] = max(1, min(200, int(10 / milliseconds())))
+    return hashlib.sha256(bits).hexdigest()
+
+
+def milliseconds():
+    """The time of a call."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def milliseconds(repeats):
-        begin.record()
-        for _ in range(repeats):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / repeats
-
-    while True:
-        setting = pipe.recv()
-        if setting is None:
-            pipe.send(milliseconds(repeats))
-            continue
-        kind, options = setting
-        graph = call = None
-        torch.cuda.empty_cache()
-        torch.manual_seed(0)
-        call = decode(**options) if kind == "decode" else attention(kind, **options)
-        digest = hashlib.sha256()
-        for x in call():
-            digest.update(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            call()
-        repeats = max(1, min(200, int(10 / milliseconds(2))))
-        pipe.send(digest.hexdigest())
-
-
-def start(checkout, builds):
-    """A pipe to the process of a checkout."""
-    pipe, other = multiprocessing.Pipe()
-    multiprocessing.get_context("spawn").Process(target=serve, args=(other, checkout, builds), daemon=True).start()
-    other.close()  # so that an end of the process ends recv()
-    return pipe
-
-
-def ask(pipe, setting=None):
-    pipe.send(setting)
-    return pipe.recv()
+    begin.record()
+    for _ in range(work["repeats"]):
+        work["graph"].replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / work["repeats"]
 
 
 def main():
@@ -138,14 +125,16 @@ def main():
     if not all((path / "csrc/flash.h").is_file() for path in options.checkouts):
         parser.error("needs two checkouts, each with csrc/flash.h")
     folders = [tempfile.TemporaryDirectory() for _ in options.checkouts]
-    workers = [start(str(path.resolve()), folder.name) for path, folder in zip(options.checkouts, folders)]
-    if not all([worker.recv() for worker in workers]):  # both build now
+    workers = [ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) for _ in options.checkouts]
+    builds = [worker.submit(build, str(path.resolve()), folder.name)
+              for worker, path, folder in zip(workers, options.checkouts, folders)]
+    if not all([has_cuda.result() for has_cuda in builds]):
         parser.error("needs a GPU, and nvcc")
     print("kind, options, microseconds of the first, speed of the second by it, = for the same bits")
     ratios = {kind: [] for kind in options.kinds}
     for kind, call in (x for x in settings() if x[0] in ratios):
-        first, second = [ask(worker, (kind, call)) for worker in workers]
-        times = [[ask(worker) for worker in workers] for _ in range(options.rounds)]
+        first, second = [worker.submit(prepare, kind, call).result() for worker in workers]
+        times = [[worker.submit(milliseconds).result() for worker in workers] for _ in range(options.rounds)]
         ratios[kind].append(median(old / new for old, new in times))
         print(f"{kind:8} {call} {1000 * median(old for old, _ in times):.1f} {ratios[kind][-1]:.3f}"
               + "=" * (first == second), flush=True)

@@ -3,18 +3,14 @@
     python benchmarks/models.py --json benchmarks/h200/models.json
 
 The weights are random, in bf16, and there is one sequence without padding and without a cache. Two passes are timed,
-and in each of them the attention kernels, by torch's profiler:
-
-forward: without gradients, with the logits of the last token alone, so that the head does not hide the attention.
-step: forward pass, loss of all tokens and backward pass. There is no optimizer, which is the same for all of them.
-
-On a CPU the model is tiny, for the tests.
+and in each of them the attention kernels, by torch's profiler: forward, without gradients and with the logits of the
+last token alone, so that the head does not hide the attention; and step, both passes with the loss of all tokens and
+without an optimizer. On a CPU the model is tiny, for the tests.
 """
 
 import argparse
 import copy
 import itertools
-import json
 import math
 import re
 import sys
@@ -32,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from minimal_attn import _build, activated  # noqa: E402
 from minimal_attn.bench.cases import count  # noqa: E402
-from minimal_attn.bench.measure import WrongResult, environment  # noqa: E402
+from minimal_attn.bench.measure import WrongResult, environment, write_json  # noqa: E402
 from minimal_attn.cli import guarded  # noqa: E402
 from minimal_attn.integrations.transformers import register  # noqa: E402
 from minimal_attn.toolkit.benchmark import benchmark_fn  # noqa: E402
@@ -75,10 +71,6 @@ def make_model(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
 
-def make_tokens(seqlen, model):
-    return torch.randint(model.config.vocab_size, (1, seqlen), device=model.device)
-
-
 @contextmanager
 def using(model, impl):
     model.set_attn_implementation(impl.attention)
@@ -104,12 +96,10 @@ def greedy(model, impl, tokens):
 
 
 def check(model, impls):
-    """{impl: {pass: the largest error of its logits or of its gradient}}, by eager attention in fp32.
-
-    Raises WrongResult by the error rule of tests/, with the error of `sdpa` as PyTorch's own, or where the tokens of
-    greedy generation in fp32 are others.
-    """
-    tokens, exact = make_tokens(CHECKED[model.device.type], model), copy.deepcopy(model).float()
+    """{impl: {pass: the largest error of its logits or of its gradient}}, by eager attention in fp32. WrongResult by
+    the error rule of tests/, with `sdpa` as PyTorch's own, or where greedy generation in fp32 gives other tokens."""
+    exact = copy.deepcopy(model).float()
+    tokens = torch.randint(model.config.vocab_size, (1, CHECKED[model.device.type]), device=model.device)
     truths = results_of(exact, Impl("eager"), tokens)
     bases = [x.bfloat16() for x in results_of(model, IMPLS["sdpa"], tokens)]
     continued = greedy(exact, Impl("eager"), tokens[:, :PROMPT])
@@ -160,7 +150,8 @@ def attention_ms(call, device):
 def measure(model, impls, run, seqlen, rounds):
     """{impl: (ms, the median over the rounds; ms of the attention kernels)} of a pass. The implementations take turns,
     so that a change of the GPU's clock meets all of them alike."""
-    tokens, of_attention, times = make_tokens(seqlen, model), {}, {name: [] for name in impls}
+    of_attention, times = {}, {name: [] for name in impls}
+    tokens = torch.randint(model.config.vocab_size, (1, seqlen), device=model.device)
     for name, impl in impls.items():
         with using(model, impl):
             run(tokens, model)  # the warm-up: builds, tunes, makes workspaces
@@ -206,7 +197,7 @@ def main(argv):
     if args.json:
         meta = environment(args.device, "python benchmarks/models.py", argv)
         meta |= {"rounds": args.rounds, "model": MODEL[args.device]}
-        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        write_json(args.json, meta, rows)
         print(f"wrote {args.json}")
 
 

@@ -6,7 +6,6 @@ differ: `forward.sm90,dtype=float16 / sm90,dtype=bfloat16`. `sm90:max_err / FA2:
 `forward.sm90:tflops` a column alone. Only bf16 counts where a record has it and no condition names dtype.
 """
 
-import argparse
 import json
 import operator
 import re
@@ -60,6 +59,8 @@ def rows_of(name):
         return peers()
     if name == "both":
         return both_passes()
+    if name.startswith("host"):  # the host's time of a call
+        return [{"impl": NAMES.get(x, x), "ms": us / 1e3} for x, us in record(name)["meta"]["host_us"].items()]
     rows = [dict(row, impl=NAMES.get(row["impl"], row["impl"])) for row in record(name)["rows"] if row.get("ms", True)]
     if name == "decode":  # the read beside each call is the fastest one of as many bytes in the run
         for row in rows:
@@ -198,13 +199,8 @@ def quoted(stat, form, quantity):
     return " to ".join(format(x, form) for x in found) if stat == "span" else format(found, form)
 
 
-def rewrite(stale, description, argv):
-    """The main() of a script that writes files. stale: [(stale file, function that writes it)]."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is stale")
-    check = parser.parse_args(argv).check
-    for file, write in stale:
-        if not check:
-            write()
-        print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if check else 'rewritten'}")
-    return int(check and bool(stale))
+def table(headings, rows):
+    """Columns of numbers are aligned on the right."""
+    heading, *lines = (f"| {' | '.join(line)} |" for line in (headings, *rows))
+    aligned = ("---:" if all(re.fullmatch(r"[\d.–]*", cell) for cell in column) else "---" for column in zip(*rows))
+    return "\n".join([heading, f"|{'|'.join(aligned)}|", *lines]) + "\n"

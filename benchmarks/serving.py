@@ -3,14 +3,12 @@
     python benchmarks/serving.py --json benchmarks/h200/serving.json
 
 Requests: N of them arrive at once, with prompts of equal length. A step reads one prompt, so one request more begins in
-each step. The tokens that they generate are divided by the time until the last one ends: the median of three runs after
-a warm-up.
+each step. Their new tokens are divided by the time until the last one ends: the median of three runs after a warm-up.
 
-Decode step: CUDA graphs are replayed, each as often as fills a tenth of a second.
- - The step as the server captures it, and the same step with attention that returns q. The difference is what attention
-   costs within a model. A call appends a token, rotates, and attends to the cache.
- - The calls of attention, each after a read of the weights of a layer, and these reads alone. The difference is what
-   attention costs by itself. Without the reads a part of a small cache would still be in L2 from the last replay.
+Decode step, by CUDA graphs. A call of attention appends a token, rotates, and attends to the cache.
+ - The step less the same step with attention that returns q is what attention costs within a model.
+ - The calls of attention, each after a read of the weights of a layer, less these reads are what it costs by itself.
+   Without the reads a part of a small cache would still be in L2.
 
 On a CPU the model is tiny, for the tests. Read next: ../examples/generate.py.
 """
@@ -18,7 +16,6 @@ On a CPU the model is tiny, for the tests. Read next: ../examples/generate.py.
 import argparse
 import io
 import itertools
-import json
 import statistics
 import sys
 from contextlib import redirect_stdout
@@ -34,7 +31,7 @@ from rich.console import Console  # noqa: E402
 
 from examples import generate  # noqa: E402
 from examples.tiny_lm import VOCABULARY, TinyLM  # noqa: E402
-from minimal_attn.bench.measure import environment  # noqa: E402
+from minimal_attn.bench.measure import environment, write_json  # noqa: E402
 from minimal_attn.cli import guarded  # noqa: E402
 from minimal_attn.toolkit.benchmark import benchmark_fn  # noqa: E402
 
@@ -43,10 +40,8 @@ IMPLS = {"cuda": ["cuda", "triton"], "cpu": ["torch"]}  # backends of attention_
 REQUESTS = {"cuda": [1, 2, 4, 8, 16, 32, 64], "cpu": [1, 2]}
 PROMPT, NEW = {"cuda": 512, "cpu": 8}, {"cuda": 128, "cpu": 4}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-# (samples, keys of each) of the decode steps.
-STEPS = {"cuda": [(1, 4096), (8, 4096), (64, 1024), (64, 4096), (8, 32768)], "cpu": [(2, 32)]}
-RUNS = 3
-ROUNDS, REPLAY_MS = 5, 100
+STEPS = {"cuda": [(1, 4096), (8, 4096), (64, 1024), (64, 4096), (8, 32768)], "cpu": [(2, 32)]}  # (samples, keys)
+RUNS, ROUNDS, REPLAY_MS = 3, 5, 100
 EXAMPLE = {"cuda": [], "cpu": ["--requests", "3"]}  # the options of the example, whose output is recorded
 
 
@@ -136,8 +131,7 @@ def make_rows(device, impls):
 def main(argv):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--impls", nargs="+", choices=generate.BACKENDS, default=IMPLS[device],
-                        help=f"default: {' '.join(IMPLS[device])}")
+    parser.add_argument("--impls", nargs="+", choices=generate.BACKENDS, default=IMPLS[device])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows into it")
     args = parser.parse_args(argv)
     meta = environment(device, "python benchmarks/serving.py", argv)
@@ -147,7 +141,7 @@ def main(argv):
              "transcript": [*map(str.rstrip, printed.getvalue().splitlines())]}
     rows = make_rows(device, args.impls)
     if args.json:
-        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        write_json(args.json, meta, rows)
         print(f"wrote {args.json}")
 
 

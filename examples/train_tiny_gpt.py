@@ -162,7 +162,7 @@ def loss_curves(losses, tokens_per_s, title):
     above, *below = figure.subplots(1 + bool(others), sharex=True, height_ratios=(3, 1)[:1 + bool(others)],
                                     squeeze=False).flat
     for i, (backend, values) in enumerate(losses.items()):
-        style = STYLES[backend].line(1, 1) | {"zorder": 2}
+        style = STYLES[backend].line() | {"linewidth": 1, "zorder": 2}
         style["label"] += f": {float(f'{tokens_per_s[backend]:.3g}'):,.0f} tokens/s"
         above.plot(values, markersize=5, markevery=(4 * i, 4 * len(losses)), **style)
         for ax in below:

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +31,6 @@ OTHER_BINDING = {"main.cpp", "autograd.cpp", "fast_path.cpp", "sdpa_override.cpp
 STABLE_ABI = "0x020B000000000000"  # of torch 2.11, as torch/csrc/stable/version.h writes it
 ARCHS = ("compute_75,code=sm_75", "compute_80,code=[sm_80,compute_80]", "compute_90a,code=sm_90a")
 MAX_BYTES = 15_000_000
-IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
 PACKED = "csrc", "minimal_attn", "triton_ref", "setup.py", "pyproject.toml", "README.md", "LICENSE"
 
 NINJA = """\
@@ -84,10 +82,9 @@ def compile_library(folder, cuda=True, made={}):
 
 def pack(library, out):
     """A wheel of the package and `library`, under the tag of this machine."""
-    with tempfile.TemporaryDirectory() as folder:  # a copy of the sources, for setuptools leaves files beside them
+    with tempfile.TemporaryDirectory() as folder:  # links to the sources, for setuptools leaves files beside them
         for name in PACKED:
-            copy = partial(shutil.copytree, ignore=IGNORED) if (ROOT / name).is_dir() else shutil.copy
-            copy(ROOT / name, Path(folder, name))
+            Path(folder, name).symlink_to(ROOT / name)
         backend = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
         said = subprocess.check_output([sys.executable, "-c", backend], cwd=folder, text=True,
                                        env=os.environ | {"MINIMAL_ATTN_STABLE": str(library)})
@@ -107,8 +104,7 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     library = compile_library(ROOT / "build" / ("wheel_cpu" if args.cpu else "wheel"), cuda=not args.cpu)
     with tempfile.TemporaryDirectory() as folder:
-        # auditwheel finds the tag by the symbols. Nothing is copied into the wheel, so that no patcher is needed: torch
-        # brings its own libraries.
+        # auditwheel finds the tag by the symbols. It copies nothing and needs no patcher: torch brings its libraries.
         subprocess.run([sys.executable, "-m", "auditwheel", "repair", "--patcher=none", "--exclude=libtorch*.so",
                         f"--wheel-dir={folder}/tagged", pack(library, folder)], check=True)
         wheel = Path(shutil.copy(*Path(folder, "tagged").glob("*.whl"), args.out))

@@ -1,29 +1,27 @@
 """Everything that computes attention on this machine side by side: checked against the reference, then timed.
 
-Without arguments it runs on the GPU if there is one, else on the CPU. options.py has the table of operations. main() is
-the whole run.
-Read next: impls.py, what is compared; measure.py, how one of it is measured; tables.py and pictures.py, what becomes of
-the numbers; demo.py, a short run with a verdict.
+It runs on the GPU if there is one, else on the CPU. Read next: options.py, the table of operations; impls.py, what is
+compared; measure.py, how one of it is measured; tables.py and pictures.py, what becomes of the numbers; demo.py, a
+short run with a verdict.
 """
 
 import functools
-import json
 import sys
-from pathlib import Path
 
 import torch
 
 from .._build import load
 from ..command.progress import watched
 from .impls import host_cost
-from .measure import Setting, WrongResult, environment, in_words, judge, matmul_ceiling, must_serve, profiled
+from .measure import (Setting, WrongResult, environment, in_words, judge, matmul_ceiling, must_serve, profiled,
+                      write_json)
 from .options import OPS, parse_args
 from .tables import console, place, print_table, print_tables
 
 
 def main(argv=None, program="minimal-attn bench"):
     """Run with the options argv; the exit code: 1 if a result is wrong or one of ours fails where it has to serve, 130
-    if Ctrl-C ended the run. That, or an exception, which is raised, leaves what was measured in tables and files."""
+    after Ctrl-C, which leaves what was measured in tables and files."""
     argv = sys.argv[1:] if argv is None else argv
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = parse_args(program, argv, device, __doc__.splitlines()[0])
@@ -110,7 +108,11 @@ class Run:
             self.results[setting][impl] = case.row(impl, middle(taken[setting, impl]))
             self.done += 1
             if self.args.json:  # a run that is killed keeps what it has
-                write_json(self.args.json, self.meta, self.results)
+                write_json(self.args.json, self.meta, self.rows)
+
+    @property
+    def rows(self):
+        return [row for rows in self.results.values() for row in rows.values() if row]
 
     def report(self):
         """Tables, pictures and files of the settings with a row of every implementation; the JSON has every row."""
@@ -122,8 +124,8 @@ class Run:
             console.print(f"interrupted after {timings}; tables and pictures show the {len(complete)} settings that "
                           "every implementation has a row for" if self.done else "interrupted: nothing was timed yet",
                           soft_wrap=True)
-        if args.json and any(any(rows.values()) for rows in self.results.values()):
-            write_json(args.json, self.meta, self.results)
+        if args.json and self.rows:
+            write_json(args.json, self.meta, self.rows)
             self.files.append(args.json)
         if args.plots and complete:
             from .pictures import draw, of_run
@@ -149,14 +151,6 @@ def middle(rounds):
     """The numbers of the round that took the median time, the faster of two; {} if none served."""
     served = sorted((numbers for numbers in rounds if numbers), key=lambda numbers: numbers["ms"])
     return served[(len(served) - 1) // 2] if served else {}
-
-
-def write_json(file, meta, results):
-    """Replaces file at once, so that it is whole whenever the run ends."""
-    rows = ",\n".join(json.dumps(row) for rows in results.values() for row in rows.values() if row)
-    part = Path(f"{file}.part")
-    part.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{rows}\n]}}\n')
-    part.replace(file)
 
 
 def attempt(told, name, function, *args):

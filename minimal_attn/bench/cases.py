@@ -50,7 +50,7 @@ def lengths_of(text):
 
 class Shape(NamedTuple):
     """The sizes of q (B, H, Sq, D) and of k and v (B, Hk, Sk, D), and in words what else a call has, such as "window
-    512". A packed batch has its lengths there; its B and S are the number of samples and the longest one."""
+    512", or the lengths of a packed batch, whose B and S are the number of samples and the longest one."""
 
     batch_size: int
     nheads: int
@@ -88,8 +88,8 @@ class Shape(NamedTuple):
 
 
 def shape_of(text, form):
-    """The shape that a text names, such as "1,16,16384,128 window 512". form: a regular expression for what stands
-    behind the sizes, or "packed" if lengths may be in their place. Raises ValueError."""
+    """The shape that a text names, such as "1,16,16384,128 window 512"; ValueError if it names none. form: a regular
+    expression for what stands behind the sizes, or "packed" if lengths may be in their place."""
     sizes, _, more = text.partition(" ")
     if form == "packed" and not text.split(",")[0].isdecimal():
         more, *sizes = text.split(",")
@@ -125,8 +125,7 @@ def count(text):
 
 
 def fp8_base(q, k, v, causal):
-    """Attention in fp32 but for P, which is rounded to fp8. Its error is the base of the error rule for fp8. Returns
-    bf16."""
+    """Attention in fp32 but for P, which is rounded to fp8, in bf16: the base of the error rule for fp8."""
     k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q.float() @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]))
     if causal:
@@ -141,8 +140,8 @@ def gradients_of(forward, q, k, v, dout):
 
 
 class Case:
-    """One setting of attention, forward or with gradients. truth and tolerance are tuples, for dq, dk and dv of
-    gradients. They are None where even one head in fp64 would not fit."""
+    """One setting of attention, forward or with gradients. truth and tolerance are tuples, or None where even one head
+    in fp64 would not fit."""
 
     # {gradients: (op of rows, FLOPs over those of a forward pass)}. A backward pass has five products, as it forms Q Kᵀ
     # again, and a forward pass has two.
@@ -185,61 +184,50 @@ class Case:
         sizes = (b, h, seqlen_q, d), (b, h_k, seqlen_k, d), (b, h_k, seqlen_k, d)
         return [normal(size, self.device, self.dtype) for size in sizes]
 
-    # Options of the call, by the kind of the shape.
-
     def make_call(self):
-        shift, causal = self.shape.seqlen_k - self.shape.seqlen_q, self.causal
-        call = Call(causal, mask_mod=(lambda b, h, row, col: col <= row + shift) if causal else None)
-        getattr(self, f"add_{self.shape.kind}", lambda call, shift: None)(call, shift)
-        bias = call.keywords.get("attn_bias")
+        """The options of the call, by the kind of the shape."""
+        _, nheads, seqlen_q, _, _, seqlen_k, more = self.shape
+        shift, causal, kind, device = seqlen_k - seqlen_q, self.causal, self.shape.kind, self.device
+        call, keywords = Call(causal, mask_mod=(lambda b, h, row, col: col <= row + shift) if causal else None), {}
+        bias = None
+        if kind == "packed":
+            lengths = torch.tensor(lengths_of(more), device=device)
+            bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+            sample = torch.repeat_interleave(lengths)
+            keywords = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_q)
+            call.mask_mod = lambda b, h, row, col: (
+                (sample[row] == sample[col]) & (col <= row) if causal else sample[row] == sample[col])
+        elif kind == "window":
+            left, right = keywords["window_size"] = self.window_size
+            call.mask_mod = lambda b, h, row, col: (col >= row + shift - left) & (col <= row + shift + right)
+        elif kind == "sinks":
+            keywords["sinks"] = torch.randn(nheads, device=device)
+        elif kind == "softcap":
+            keywords["softcap"] = SOFTCAP
+            call.score_mod = lambda score, b, h, row, col: SOFTCAP * torch.tanh(score / SOFTCAP)
+        elif kind == "alibi":  # the slopes of Press et al.: a geometric sequence from 2^(-8/H) down to 2^-8
+            slopes = 2 ** (-8 / nheads * torch.arange(1, nheads + 1, device=device, dtype=torch.float32))
+            keywords["alibi_slopes"] = slopes
+            call.score_mod = lambda score, b, h, row, col: score - slopes[h] * abs(row + shift - col)
+        elif kind == "bias":
+            bias = normal((1, nheads, seqlen_q, seqlen_k), device, self.dtype)
+            call.score_mod = lambda score, b, h, row, col: score + bias[0, h, row, col]
+        elif kind == "mask":
+            bias = torch.rand(1, 1, seqlen_q, seqlen_k, device=device) < SEEN
+            bias[..., 0] = True  # no row is empty, causal or not
+            call.score_mod = lambda score, b, h, row, col: torch.where(bias[0, 0, row, col], score, -math.inf)
+        elif kind == "deterministic":
+            keywords["deterministic"] = True
+        elif kind == "dropout":
+            keywords = dict(dropout_p=self.options["dropout"], deterministic=False,
+                            dropout_seed=torch.zeros(1, dtype=torch.int64, device=device))
         if bias is not None:  # SDPA takes no is_causal beside attn_mask
-            seen = causal_mask(self.shape.seqlen_q, self.shape.seqlen_k, self.device) if causal else None
-            call.attn_mask = bias if not causal else bias & seen if bias.dtype == torch.bool else \
-                bias.masked_fill(~seen, -math.inf)
+            keywords["attn_bias"] = call.attn_mask = bias
+            if causal:
+                seen = causal_mask(seqlen_q, seqlen_k, device)
+                call.attn_mask = bias & seen if bias.dtype == torch.bool else bias.masked_fill(~seen, -math.inf)
+        call.keywords = keywords
         return call
-
-    def add_packed(self, call, shift):
-        lengths = torch.tensor(lengths_of(self.shape.more), device=self.device)
-        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-        sample, longest, causal = torch.repeat_interleave(lengths), self.shape.seqlen_q, self.causal
-        call.keywords = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest)
-        call.mask_mod = lambda b, h, row, col: (
-            (sample[row] == sample[col]) & (col <= row) if causal else sample[row] == sample[col])
-
-    def add_window(self, call, shift):
-        left, right = call.keywords["window_size"] = self.window_size
-        call.mask_mod = lambda b, h, row, col: (col >= row + shift - left) & (col <= row + shift + right)
-
-    def add_sinks(self, call, shift):
-        call.keywords = dict(sinks=torch.randn(self.shape.nheads, device=self.device))
-
-    def add_softcap(self, call, shift):
-        call.keywords = dict(softcap=SOFTCAP)
-        call.score_mod = lambda score, b, h, row, col: SOFTCAP * torch.tanh(score / SOFTCAP)
-
-    def add_alibi(self, call, shift):
-        """The slopes of Press et al.: a geometric sequence from 2^(-8/H) down to 2^-8."""
-        heads = torch.arange(1, self.shape.nheads + 1, device=self.device, dtype=torch.float32)
-        slopes = call.keywords["alibi_slopes"] = 2 ** (-8 / self.shape.nheads * heads)
-        call.score_mod = lambda score, b, h, row, col: score - slopes[h] * abs(row + shift - col)
-
-    def add_bias(self, call, shift):
-        bias = call.keywords["attn_bias"] = normal((1, self.shape.nheads, self.shape.seqlen_q, self.shape.seqlen_k),
-                                                   self.device, self.dtype)
-        call.score_mod = lambda score, b, h, row, col: score + bias[0, h, row, col]
-
-    def add_mask(self, call, shift):
-        mask = torch.rand(1, 1, self.shape.seqlen_q, self.shape.seqlen_k, device=self.device) < SEEN
-        mask[..., 0] = True  # no row is empty, causal or not
-        call.keywords["attn_bias"] = mask
-        call.score_mod = lambda score, b, h, row, col: torch.where(mask[0, 0, row, col], score, -math.inf)
-
-    def add_deterministic(self, call, shift):
-        call.keywords = dict(deterministic=True)
-
-    def add_dropout(self, call, shift):
-        call.keywords = dict(dropout_p=self.options["dropout"], deterministic=False,
-                             dropout_seed=torch.zeros(1, dtype=torch.int64, device=self.device))
 
     @property
     def window_size(self):
@@ -248,7 +236,7 @@ class Case:
         return left, 0 if self.causal else left
 
     def pairs(self):
-        """How many pairs of a row and a key FLOPs count, in each head: all that a mask of the shape shows."""
+        """The pairs of a row and a key that FLOPs count, in each head."""
         if self.shape.kind != "window":
             return self.shape.pairs / (2 if self.causal else 1)
         left, right = self.window_size
@@ -277,8 +265,8 @@ class Case:
         return reference_attention(q, k, v, self.causal, **keywords)
 
     def base(self, q, k, v):
-        """PyTorch's result in the dtype of the inputs, whose error sets the error that is allowed: that of SDPA's math
-        backend, or where SDPA has no such call the reference, which has scores in fp32, too."""
+        """PyTorch's result in the dtype of the inputs, whose error sets what is allowed: by SDPA's math backend, or
+        where SDPA has no such call by the reference."""
         if self.dtype in FP8_DTYPE_NAMES:
             return fp8_base(q, k, v, self.causal)
         if self.shape.kind not in ("dense", "packed"):
@@ -287,15 +275,14 @@ class Case:
         return self.by_sample(math_sdpa, q, k, v) if self.shape.kind == "packed" else math_sdpa(q, k, v)
 
     def by_sample(self, forward, *qkv):
-        """forward of each sample of a packed batch. The scores of one sample alone are in memory, in the backward pass
-        too, which forms them again."""
+        """forward of each sample of a packed batch. The scores of one alone are in memory, in both passes."""
         samples = zip(*(x.split(lengths_of(self.shape.more), dim=2) for x in qkv))
         return torch.cat([checkpoint(forward, *sample, use_reentrant=False) for sample in samples], 2)
 
     @staticmethod
     def truth_sizes(op, shape):
-        """Elements in fp64 that the truth needs, and that of one key/value head of one sample: the scores. Autograd
-        keeps them and makes their gradients, and what dropout makes of them."""
+        """Elements in fp64 that the truth needs, and that of one key/value head of one sample: the scores, and what
+        autograd and dropout make of them."""
         copies = 1 if not op.gradients else 4 if shape.kind in ("deterministic", "dropout") else 3
         of_one = shape.nheads // shape.nheads_k * shape.seqlen_q * shape.seqlen_k
         return copies * shape.nheads * shape.pairs, copies * of_one
@@ -305,8 +292,8 @@ class Case:
         return truth_fits(cls.truth_sizes(op, shape)[1], device)
 
     def judged(self, x):
-        """The part of x (B, H or Hk, S, D) that is compared with the truth. This is all of x if that fits in fp64. Else
-        it is the last key/value head of the last sample, or the query heads that read it."""
+        """The part of x (B, H or Hk, S, D) that is compared with the truth: all if that fits in fp64, else the last
+        key/value head of the last sample, or the query heads that read it."""
         return x if truth_fits(self.truth_sizes(self.op, self.shape)[0], self.device) else self.one_head(x[-1:])
 
     def one_head(self, x):
@@ -340,12 +327,9 @@ class Case:
 
     def row(self, name, numbers):
         """A row of the JSON. In a run of packed batches, windows or sinks, dense shapes have the op of dense runs."""
-        op = self.op.row or self.pass_name
-        if self.shape.kind == "packed":
-            op = "varlen_backward" if self.op.gradients else "varlen"
-        elif self.shape.kind in ("window", "sinks"):
-            op = self.shape.kind
         kind, options = self.shape.kind, self.options
+        of_kind = {"packed": "varlen_backward" if self.op.gradients else "varlen", "window": "window", "sinks": "sinks"}
+        op = of_kind.get(kind, self.op.row or self.pass_name)
         known = {"op": op, "impl": name, "dtype": self.dtype, "causal": self.causal, "prefill": options.get("prefill"),
                  "deterministic": kind == "deterministic", "dropout_p": options.get("dropout", 0.0),
                  "score": kind if kind in SCORES else "none", "page_size": options.get("page", 0),

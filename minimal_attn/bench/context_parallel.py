@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 -m minimal_attn.bench.context_parallel --json context_parallel.json
 
 Before a method of ours is timed, 64 rows of its out are compared with attention in fp32. A timing has several calls in
-a row, as the layers of a model make them. One more call before them lets the host be ahead of the GPUs. The slowest
-rank of a timing counts, and the median of timings. Efficiency is the time on one GPU of the whole, by the same kernels,
-over P times the time on P. Without GPUs it runs in a tiny size on CPUs with Gloo, to be tested; torch's
-context_parallel has no CPU kernels. Read next: ../distributed/attention.py.
+a row, as the layers of a model make them, behind one that lets the host be ahead of the GPUs. The slowest rank counts,
+and the median of timings. Efficiency is the time of the whole on one GPU, by the same kernels, over P times the time on
+P. Without GPUs it runs in a tiny size on CPUs with Gloo, without torch's context_parallel, to be tested. Read next:
+../distributed/attention.py.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,12 +24,13 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import activated, flash_attention
+from .. import activated, flash_attention, reference_attention
 from ..distributed import all_gather as by_all_gather, context_parallel_attention, shard, unshard
 from ..distributed.attention import METHODS
 from ..distributed.layout import all_gather
+from ..toolkit.benchmark import benchmark_fn
 from ..toolkit.validation import allowed_error
-from .measure import environment
+from .measure import environment, write_json
 
 # (on GPUs, on a CPU)
 SEQLENS = {True: [16384, 65536, 131072], False: [64]}
@@ -66,7 +66,7 @@ def main(argv=None):
         meta |= {"ranks": dist.get_world_size(), "nheads": HEADS[on_gpu], "head_dim": HEAD_DIM[on_gpu], "causal": True,
                  "dtype": "bfloat16"}
         if args.json:
-            args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+            write_json(args.json, meta, rows)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -80,21 +80,21 @@ def measure(seqlen, heads_k, device, calls):
     local = [shard(x, dim=2) for x in whole]
     rows = []
 
-    def add(impl, what, ms, one_gpu_ms=None):
-        efficiency = None if one_gpu_ms is None else round(one_gpu_ms / dist.get_world_size() / ms, 4)
-        row = {"impl": impl, "pass": what, "seqlen_q": seqlen, "nheads_k": heads_k, "ms": ms, "efficiency": efficiency}
-        rows.append(row)
-        if dist.get_rank() == 0:
-            print(json.dumps(row), flush=True)
+    def add(impl, ms, one_gpu={}):
+        """Adds rows of {pass: ms}. one_gpu: the same of the whole on one GPU."""
+        for what, x in ms.items():
+            efficiency = round(one_gpu[what] / dist.get_world_size() / x, 4) if one_gpu else None
+            rows.append({"impl": impl, "pass": what, "seqlen_q": seqlen, "nheads_k": heads_k, "ms": x,
+                         "efficiency": efficiency})
+            if dist.get_rank() == 0:
+                print(json.dumps(rows[-1]), flush=True)
 
     def add_passes(impl, attend, tensors, one_gpu={}):
-        """{pass: ms}, also of both passes on one GPU, where one_gpu has no time of it."""
         ms = {what: timed(passes(attend, tensors, what), device, calls) for what in PASSES}
-        for what in PASSES:
-            add(impl, what, ms[what], one_gpu.get(what))
+        add(impl, ms, one_gpu)
         return ms
 
-    add("all_gather_alone", "forward", timed(partial(gather, *local[1:3]), device, calls))
+    add("all_gather_alone", {"forward": timed(partial(gather, *local[1:3]), device, calls)})
     one_gpu = add_passes("one_gpu", partial(flash_attention, causal=True), whole)
     for method in METHODS:
         if method == "ulysses" and heads_k % dist.get_world_size():
@@ -119,8 +119,7 @@ def torchs_attention(q, k, v):
 
 
 def torchs_context_parallel(seqlen, device):
-    """torch's context_parallel. Within it, scaled_dot_product_attention takes shards in torch's order, which is the
-    zigzag layout."""
+    """torch's context_parallel, in which scaled_dot_product_attention takes shards in the zigzag layout."""
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -151,15 +150,13 @@ def passes(attend, tensors, what):
 
 
 def judge(out, whole):
-    """ValueError if out misses causal attention of the whole q, k and v by more than the error rule allows. It checks
-    64 rows, in fp32."""
-    q, k, v = (x.float() for x in whole)
-    rows = torch.arange(0, q.shape[2], max(1, q.shape[2] // 64), device=q.device)
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = q[:, :, rows] @ k.mT * q.shape[3] ** -0.5
-    scores = scores.masked_fill(torch.arange(q.shape[2], device=q.device) > rows[:, None], -torch.inf)
-    truth = scores.softmax(-1) @ v
-    base = scores.to(out.dtype).softmax(-1) @ v.to(out.dtype)
+    """ValueError if 64 rows of out miss causal attention of the whole q, k and v by more than the error rule allows."""
+    q, k, v = whole
+    seqlen = q.shape[2]
+    rows = torch.arange(0, seqlen, max(1, seqlen // 64), device=q.device)
+    seen = torch.arange(seqlen, device=q.device) <= rows[:, None]
+    truth, base = (reference_attention(q[:, :, rows].to(dtype), k.to(dtype), v.to(dtype), attn_bias=seen[None, None])
+                   for dtype in (torch.float32, q.dtype))
     error = (out[:, :, rows].float() - truth).abs().max().item()
     if not error <= allowed_error(base, truth.double()):
         raise ValueError(f"wrong result: the error is {error:.2e}")
@@ -167,26 +164,16 @@ def judge(out, whole):
 
 def timed(call, device, calls):
     """The median ms of a call for the slowest rank, of `calls` timings of IN_A_ROW calls."""
+    def in_a_row():
+        for _ in range(IN_A_ROW):
+            call()
+
     call()
     times = []
     for _ in range(calls):
         dist.barrier()
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            call()  # keeps the GPU busy while the host prepares the first timed one
-            start.record()
-            for _ in range(IN_A_ROW):
-                call()
-            end.record()
-            torch.cuda.synchronize()
-            ms = start.elapsed_time(end)
-        else:
-            begin = time.perf_counter()
-            for _ in range(IN_A_ROW):
-                call()
-            ms = (time.perf_counter() - begin) * 1e3
-        slowest = torch.tensor(ms / IN_A_ROW, device=device)
+        call()  # keeps the GPU busy while the host prepares the first timed one
+        slowest = torch.tensor(benchmark_fn(in_a_row, warmup=0, rep=1)[0] / IN_A_ROW, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         times.append(slowest.item())
     return float(f"{statistics.median(times):.6g}")

@@ -9,24 +9,22 @@ import importlib
 import importlib.util
 import inspect
 import math
+import statistics
+import timeit
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import activated, flash_attention, flash_attn_func, flash_attn_varlen_func, force_kernel
 from ..options import Lengths
 from ..reference.scores import visible_keys
-from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, Impl, host_us
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
+from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, Impl
 
 HALVES = ("float16", "bfloat16")
 SCORES = ("none", "softcap", "alibi", "bias", "mask")
@@ -105,14 +103,11 @@ def repeated(k, v, times):
 
 
 def torch_varlen(q, k, v, call):
-    """varlen_attn of torch, FlashAttention-2. Where it has no enable_gqa, keys are repeated outside of what is
-    timed."""
-    known, keywords = inspect.signature(varlen_attn).parameters, {}
-    if call.causal:
-        keywords = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:
-        keywords["enable_gqa"] = q.shape[1] != k.shape[1]
-    elif q.shape[1] != k.shape[1]:
+    """varlen_attn of torch, FlashAttention-2. In torch 2.11, it needs as many heads of k and v as of q."""
+    keywords = {"window_size": (-1, 0 if call.causal else -1)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        keywords["enable_gqa"] = True
+    else:
         k, v = repeated(k, v, q.shape[1] // k.shape[1])
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     bounds, longest = call.keywords["cu_seqlens_q"], call.keywords["max_seqlen_q"]
@@ -153,7 +148,7 @@ IMPLS = {
     "torch:flash": of_torch(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu")),
     "torch:efficient": of_torch(SDPBackend.EFFICIENT_ATTENTION),
     "torch:math": of_torch(SDPBackend.MATH, ("cuda", "cpu")),
-    "torch:varlen": Impl(torch_varlen, ("cuda",) * (varlen_attn is not None), dtypes=HALVES, kinds=("packed",)),
+    "torch:varlen": Impl(torch_varlen, ("cuda",), dtypes=HALVES, kinds=("packed",)),
     "flex": Impl(flex, ("cuda",), dtypes=HALVES,  # each shape is compiled and tuned, too long for a demo in fp32
                  kinds=("dense", "packed", "window", *SCORES[1:])),
     **{module: Impl(functools.partial(package, module=module), ("cuda",), dtypes=HALVES)  # FlashAttention-2 and -3
@@ -187,36 +182,39 @@ def step_of(forward):
 @contextmanager
 def deterministic_torch():
     """torch's own operations are deterministic, or raise. New memory is not filled, which would take time."""
-    was_on, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was_on, warn_only=warned)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def host_cost(gradients):
-    """{name: µs} that a small call takes on the host: a forward pass, or both passes if gradients are wanted."""
+    """{name: µs} of a small call from Python to its return, without waiting for the GPU; median of 7 times 2000 calls.
+    A call is a forward pass, or both passes if gradients are wanted."""
     q, k, v, dout = torch.randn(4, 1, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
     rows = q.transpose(1, 2).contiguous()  # (B, S, H, D)
     packed, bounds = rows[0], torch.tensor([0, 64], dtype=torch.int32, device="cuda")
     contexts = {f"torch:{name}": functools.partial(sdpa_kernel, getattr(SDPBackend, f"{name.upper()}_ATTENTION"))
                 for name in ("flash", "efficient", "cudnn")}
     contexts |= {"activated": activated, "cuda:sm80": functools.partial(force_kernel, "sm80")}
-    by_torch = dict.fromkeys(("torch:flash", "torch:efficient", "torch:cudnn", "torch", "activated"),
-                             scaled_dot_product_attention)
-    if not gradients:
-        calls = {name: lambda f=f: f(q, q, q) for name, f in {"flash_attention": flash_attention, **by_torch}.items()}
+    forwards = {"flash_attention": flash_attention, **dict.fromkeys(
+        ("torch:flash", "torch:efficient", "torch:cudnn", "torch", "activated"), scaled_dot_product_attention)}
+    if gradients:
+        qkv = [x.requires_grad_() for x in (q, k, v)]
+        forwards |= {"cuda:sm80": functools.partial(flash_attention, backend="cuda"),
+                     "triton": functools.partial(flash_attention, backend="triton")}
+        calls = {name: lambda f=f: torch.autograd.grad(f(*qkv), qkv, dout) for name, f in forwards.items()}
+    else:
+        calls = {name: lambda f=f: f(q, q, q) for name, f in forwards.items()}
         calls |= {"flash_attn_func": lambda: flash_attn_func(rows, rows, rows), "flash_attn_varlen_func": lambda:
                   flash_attn_varlen_func(packed, packed, packed, bounds, bounds, 64, 64),
                   "empty_like": lambda: torch.empty_like(q)}
-        with torch.no_grad():
-            return host_us(calls, contexts)
-    qkv = [x.requires_grad_() for x in (q, k, v)]
-    forwards = {"flash_attention": flash_attention, "cuda:sm80": functools.partial(flash_attention, backend="cuda"),
-                "triton": functools.partial(flash_attention, backend="triton"), **by_torch}
-    steps = {name: lambda f=f: torch.autograd.grad(f(*qkv), qkv, dout) for name, f in forwards.items()}
-    return host_us(steps, contexts)
+    cost = {}
+    for name, call in calls.items():
+        with torch.set_grad_enabled(bool(gradients)), contexts.get(name, nullcontext)():
+            _, *times = timeit.repeat(call, torch.cuda.synchronize, repeat=8, number=2000)  # the first is the warm-up
+        cost[name] = round(statistics.median(times) / 2000 * 1e6, 2)
+    return cost

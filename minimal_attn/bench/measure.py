@@ -5,22 +5,22 @@ timer.
 """
 
 import functools
+import json
 import math
 import os
 import platform
 import re
 import shlex
-import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import datetime
+from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it when it first profiles: no log lines in the tables
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from .._build import source_digest
 from ..attention import BACKENDS
@@ -75,8 +75,8 @@ def truth_fits(elements, device):
 
 
 def judge(case, name):
-    """Makes one call and returns its errors: for dq, dk and dv where it gives gradients, None where there is no truth.
-    Raises WrongResult if an error is larger than the error rule of tests/ allows."""
+    """The errors of one call, as case.truth, or None where there is none; WrongResult if one is larger than the error
+    rule of tests/ allows."""
     case.prepare(name)
     out = case.results(name, case.function(name)(*case.args))
     if case.truth is None or not out:
@@ -110,8 +110,7 @@ def must_serve(impl, dtype, device):
 
 def profiled(case, names):
     """The profile of one call of each of some implementations."""
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (case.device == "cuda")
-    with profile(activities=activities, acc_events=True) as prof:  # as there is one cycle; otherwise torch warns
+    with profile(acc_events=True) as prof:  # as there is one cycle; otherwise torch warns
         for name in names:
             with record_function(name):
                 case.function(name)(*case.args)
@@ -121,11 +120,8 @@ def profiled(case, names):
 
 
 def numbers_of(case, name):
-    """{key of MEASURED, or "us": number}.
-
-    peak_mb is 10^6 bytes beyond inputs and output. An implementation that frees its scratch before it makes its
-    output, such as "manual", needs up to one output more than that.
-    """
+    """{key of MEASURED, or "us": number}. peak_mb is 10^6 bytes beyond inputs and output; what frees its scratch before
+    it makes its output, such as "manual", needs up to one output more than that."""
     errors, function = judge(case, name), case.function(name)  # and the warm-up: builds, tunes, makes workspaces
     peak = peak_bytes(function, *case.args)
     peak_mb = None if peak is None else (peak - case.out_bytes) / 1e6
@@ -156,24 +152,12 @@ def matmul_ceiling(dtype, device):
     return float(f"{2 * n**3 / timed(device, multiply, a, b)[0] / 1e9:.6g}")
 
 
-def host_us(calls, contexts):
-    """{name: µs} from a Python call to its return, without waiting for the GPU; median of 7 times 2000 calls.
-
-    calls: {name: function of nothing}. contexts: {name: function that makes the context of these calls}; it is entered
-    once, so it is not part of a call.
-    """
-    cost = {}
-    for name, call in calls.items():
-        times = []
-        with contexts.get(name, nullcontext)():
-            for _ in range(8):
-                start = time.perf_counter()
-                for _ in range(2000):
-                    call()
-                times.append((time.perf_counter() - start) / 2000 * 1e6)
-                torch.cuda.synchronize()
-        cost[name] = round(statistics.median(times[1:]), 2)  # the first is the warm-up
-    return cost
+def write_json(file, meta, rows):
+    """Replaces file at once, so that it is whole whenever the run ends."""
+    part = Path(f"{file}.part")
+    lines = ",\n".join(map(json.dumps, rows))
+    part.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
+    part.replace(file)
 
 
 def environment(device, program, argv):

@@ -5,7 +5,6 @@ Read next: __init__.py, the run.
 
 import argparse
 import importlib.util
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -149,9 +148,8 @@ def parse_args(program, argv, device, description):
             fail("needs matplotlib: pip install 'minimal_attn[bench]'")
         return file(".png", ".svg")(text)
 
-    def share(text):
-        return float(text) if re.fullmatch(r"0?\.\d*[1-9]\d*", text, re.ASCII) else fail(
-            "not a decimal fraction between 0 and 1, such as 0.1")
+    def shares(text):
+        return [float(x) if 0 < float(x) < 1 else fail(f"{x} is not between 0 and 1") for x in text.split(",")]
 
     add("--shape", op.shape_of, action="append", metavar=op.form.split(" or ")[0], dest="shapes",
         help=f"{op.form}; may be repeated (default: {' '.join(op.shapes[device])})")
@@ -178,8 +176,7 @@ def parse_args(program, argv, device, description):
         add("--host-cost", action="store_true", help="also measure the host's time for a small call")
     if op is BACKWARD:
         add("--deterministic", action="store_true", help="time each shape also with deterministic gradients")
-        add("--dropout-p", lambda text: [share(x) for x in text.split(",")], metavar="P,P,...",
-            help="time each shape also with dropout")
+        add("--dropout-p", shares, metavar="P,P,...", help="time each shape also with dropout")
     args = parser.parse_args(argv)
     args.op, args.causals = op, CAUSALS[args.causal]
     kinds = "", *["deterministic"] * args.deterministic, *(f"dropout {p:g}" for p in args.dropout_p)

@@ -1,12 +1,9 @@
 """Pictures of rates and times. draw() puts into each a digest of what it was drawn from.
 
 rates() shows the rows of a run, as its JSON has them. Shapes that differ in their length alone are lines over S, or
-points over the bytes of a cache. All others are bars.
-
-Each implementation looks the same in every picture of the project. The colors are those of Okabe and Ito
-(jfly.uni-koeln.de/color), completed by the "muted" ones of Paul Tol (personal.sron.nl/~pault): readers with any color
-vision can tell them apart. Ours have thick lines, filled markers and solid bars, the others thin lines, hollow markers
-and light bars.
+points over the bytes of a cache. All others are bars. Ours have thick lines, filled markers and solid bars, the others
+thin lines, hollow markers and light bars. The colors are those of Okabe and Ito (jfly.uni-koeln.de/color), completed by
+the "muted" ones of Paul Tol (personal.sron.nl/~pault): readers with any color vision can tell them apart.
 """
 
 import hashlib
@@ -22,19 +19,19 @@ from matplotlib.figure import Figure
 
 from .measure import MEASURED
 from .options import OPS
-from .tables import RATES, number, place, speedup
+from .tables import RATES, number, place
 
 
 class Style(NamedTuple):
-    label: str  # without a comma: a legend may add a dtype after one
+    label: str
     color: str
     marker: str
     is_ours: bool = False
 
-    def line(self, ours=2.5, others=1.2):
-        """The options of a line, whose widths are given."""
+    def line(self):
+        """The options of a line."""
         return {"color": self.color, "marker": self.marker, "markerfacecolor": self.color if self.is_ours else "white",
-                "label": self.label, "linewidth": ours if self.is_ours else others, "zorder": 2 + self.is_ours}
+                "label": self.label, "linewidth": 2.5 if self.is_ours else 1.2, "zorder": 2 + self.is_ours}
 
 
 VERMILLION, BLUE, ORANGE, PURPLE, GREEN, SKY, BLACK = (  # Okabe and Ito
@@ -48,12 +45,12 @@ STYLES = {name: Style(f"{label} (ours)", color, marker, True) for name, label, c
     ("cuda:simt", "simt", WINE, "v"), ("cuda:host", "host", VERMILLION, "h"), ("cuda", "cuda", VERMILLION, "p"),
     ("cuda:rotary", "cuda with rotary", ORANGE, "p"), ("cuda:attend", "cuda without append", PURPLE, "p"),
     ("cuda:apart", "cuda in two calls", ORANGE, "h"), ("cuda:dense", "cuda and flash_attention", PURPLE, "h"),
-    ("triton", "triton", BLUE, "s"), ("triton:rotary", "triton with rotary", SKY, "s"),
-    ("triton:attend", "triton without append", INDIGO, "s"), ("triton:apart", "triton in two calls", SKY, "o"),
-    ("triton:dense", "triton and flash_attention", INDIGO, "o"), ("minimal_attn", "minimal_attn", VERMILLION, "*"),
-    ("activated", "sdpa after activate()", ORANGE, "*"), ("all_gather", "all-gather", VERMILLION, "X"),
-    ("plain_all_gather", "all-gather by NCCL", ORANGE, "X"), ("ring", "ring", PURPLE, "X"),
-    ("ulysses", "Ulysses", BLUE, "X"))}
+    ("triton", "triton", BLUE, "s"), ("triton:fp8", "triton in fp8", INDIGO, "s"),
+    ("triton:rotary", "triton with rotary", SKY, "s"), ("triton:attend", "triton without append", INDIGO, "s"),
+    ("triton:apart", "triton in two calls", SKY, "o"), ("triton:dense", "triton and flash_attention", INDIGO, "o"),
+    ("minimal_attn", "minimal_attn", VERMILLION, "*"), ("activated", "sdpa after activate()", ORANGE, "*"),
+    ("all_gather", "all-gather", VERMILLION, "X"), ("plain_all_gather", "all-gather by NCCL", ORANGE, "X"),
+    ("ring", "ring", PURPLE, "X"), ("ulysses", "Ulysses", BLUE, "X"))}
 STYLES |= {
     "torch_ours": Style("context_parallel (torch) with our kernels", GREEN, "P"),
     "torch_cudnn": Style("context_parallel (torch) with cuDNN", BLACK, "P"),
@@ -73,9 +70,9 @@ STYLES |= {
     "reference": Style("reference", GRAY, "d"),
 }
 MATMUL = Style("large matmul (torch)", DARK_GRAY, "")  # the ceiling: a dashed line
+BESIDE = {"padding": 3, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # texts beside bars
 # Speed-ups are over the first of these.
 BASELINES = "read", "manual", "cublas", "torch", "torch:varlen", "torch:cudnn", "torch:flash"
-LINES = "-", ":", "-.", (0, (1, 3)), (0, (6, 2, 1, 2, 1, 2))  # for each dtype of a panel
 
 
 # Files.
@@ -148,13 +145,13 @@ def sweeps(row):
 
 class Panel(NamedTuple):
     title: str
-    shared: str  # the sizes that all its shapes share, in words
     is_sweep: bool  # lines over S, or points over bytes
     results: list  # {impl: row} of each setting
 
     @property
     def impls(self):
-        return measured_in(self.results)
+        """Those that have a number, in the order of STYLES."""
+        return [impl for impl in STYLES if any(rows[impl]["ms"] for rows in self.results if impl in rows)]
 
     @property
     def rows(self):
@@ -171,65 +168,48 @@ class Panel(NamedTuple):
         shapes = [parts(row) for row in self.rows]
         return [words({x: size for x, size in shape.items() if x not in common(shapes)}) for shape in shapes]
 
-
-def measured_in(results):
-    """The implementations that have a number in results, in the order of STYLES."""
-    return [impl for impl in STYLES if any(rows[impl]["ms"] for rows in results if impl in rows)]
-
-
-def by_setting(rows):
-    """[{impl: row}] of the settings of rows."""
-    found = {}
-    for row in rows:
-        setting = [(key, value) for key, value in row.items() if key not in ("impl", "us", "read_gbps", *MEASURED)]
-        found.setdefault(json.dumps(setting), {})[row["impl"]] = row
-    return list(found.values())
+    def values(self, impl):
+        """The rate in each setting, NaN where there is none."""
+        return [rows[impl][self.rate] or math.nan for rows in self.results]
 
 
 def of_run(rows, meta):
-    """The arguments of draw() for the rows of a run: what makes the figure, the rows, a title with the names of ours,
-    and {dtype: TFLOP/s of a matmul}."""
-    shown = [STYLES[impl] for impl in measured_in(by_setting(rows))]
-    ours = ", ".join(style.label.removesuffix(" (ours)") for style in shown if style.is_ours)
+    """The arguments of draw() for the rows of a run: what makes the figure, the rows, a title and {dtype: TFLOP/s of a
+    matmul}."""
     op = {"forward": "attention", "sinks": "window"}.get(rows[0]["op"], rows[0]["op"])
-    title = f"{OPS[op].title}{f' ({ours})' * bool(ours)} {place(meta, {row['dtype'] for row in rows})}"
+    title = f"{OPS[op].title} {place(meta, {row['dtype'] for row in rows})}"
     return rates, rows, title, meta.get("matmul_tflops", {})
 
 
-def panels_of(results):
-    """A Panel of lines for each sweep over S, dtype and mask, then one of bars for each other dtype and mask.
-
-    A sweep has three lengths at least. Lines of a dtype that has only one are drawn into the panel of another dtype.
-    """
-    lengths, found, merged, panels = {}, {}, {}, []
-    rows_of = [(next(iter(rows.values())), rows) for rows in results]
-    for row, _ in rows_of:
+def panels_of(rows):
+    """A Panel of lines for each sweep over S, dtype and mask, then one of bars for each other dtype and mask. A sweep
+    has three lengths at least."""
+    lengths, found, panels = {}, {}, []
+    for row in rows:
         for sweep in sweeps(row):
             lengths.setdefault(sweep, set()).add(x_of(row))
-    for row, rows in rows_of:
+    for row in rows:
         sweep = next((sweep for sweep in sweeps(row) if len(lengths[sweep]) > 2), None)
-        found.setdefault((sweep, row["dtype"], row.get("causal", False)), []).append(rows)
-    for key, part in found.items():
-        if key[0] and len(measured_in(part)) == 1:
-            alike = [x for x in found if x[::2] == key[::2]]
-            key = next((x for x in alike if len(measured_in(found[x])) > 1), alike[0])
-        merged.setdefault(key, []).extend(part)
-    for (sweep, dtype, causal), part in merged.items():
+        setting = [value for key, value in row.items() if key not in ("impl", "us", "read_gbps", *MEASURED)]
+        panel = found.setdefault((sweep, row["dtype"], row.get("causal", False)), {})
+        panel.setdefault(str(setting), {})[row["impl"]] = row
+    for (sweep, dtype, causal), settings in found.items():
+        part = list(settings.values())
         head_dim, shared = sweep or (None, words(common([parts(next(iter(rows.values()))) for rows in part])))
         title = ", ".join(filter(None, [head_dim, dtype, "causal" * causal]))
-        panels.append(Panel(title, shared, sweep is not None, part))
+        panels.append(Panel(f"{title}\n{shared}".rstrip(), sweep is not None, part))
     return sorted(panels, key=lambda panel: not panel.is_sweep)
 
 
 def common(shapes):
     """{letter: size} of what several shapes have in common."""
-    one, *others = (shape.items() for shape in shapes)
-    return dict(sorted(set(one).intersection(*others), key=list(one).index)) if others else {}
+    is_alone = len(shapes) == 1
+    return {x: size for x, size in shapes[0].items() if not is_alone and all(y.get(x) == size for y in shapes)}
 
 
 def rates(rows, title, ceilings):
     """Every panel of a run. ceilings: {dtype: TFLOP/s of a matmul}."""
-    panels = panels_of(by_setting(rows))
+    panels = panels_of(rows)
     lines, bars = ([panel for panel in panels if panel.is_sweep == kind] for kind in (True, False))
     rows = math.ceil(len(lines) / 3)
     columns = math.ceil(len(lines) / max(1, rows))  # four are two by two
@@ -242,73 +222,70 @@ def rates(rows, title, ceilings):
     if bars:
         same_shapes = all(x.shapes == bars[0].shapes for x in bars)
         draw_all(next(places).subplots(1, len(bars), sharex=True, sharey=same_shapes, squeeze=False), bars, ceilings)
-    legend(figure)
-    figure.suptitle(title)
-    return figure
+    return finished(figure, title)
 
 
 def draw_all(axes, panels, ceilings):
     """Panels of one kind on one scale. Axes beyond their number are removed."""
-    axes, name = list(axes.flat), "y" if panels[0].is_sweep else "x"
+    axes, is_sweep = list(axes.flat), panels[0].is_sweep
+    name, draw_panel = ("y", draw_sweep) if is_sweep else ("x", draw_bars)
     for ax in axes[len(panels):]:
         ax.remove()
+    values, highest = [], 0
     for ax, panel in zip(axes, panels):
-        ceiling = ceilings.get(panel.rows[0]["dtype"])  # in the dtype that the title names
-        (draw_sweep if panel.is_sweep else draw_bars)(ax, panel)
-        if ceiling and panel.is_sweep:
-            dtype = f", {panel.rows[0]['dtype']}" * (len({row["dtype"] for row in panel.rows}) > 1)
-            ax.axhline(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label + dtype)
-        elif ceiling:
-            ax.axvline(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label, zorder=0)
-        dress(ax, f"{panel.title}\n{panel.shared}".rstrip(), name)
-    values = [rows[impl][panel.rate] for panel in panels for rows in panel.results for impl in panel.impls
-              if rows[impl][panel.rate]]
-    ceiling = max(ceilings.get(panel.rows[0]["dtype"], 0) for panel in panels)
-    for ax in axes[:len(panels)]:
-        if values and max(values) > 300 * min(values):  # Triton's interpreter beside compiled code
-            ax.set(**{f"{name}scale": "log"})
-        elif values and panels[0].is_sweep:
-            ax.set_ylim(0, 1.08 * max(*values, ceiling))
-        elif values:  # with room for the numbers beside the bars
-            ax.set_xlim(0, max(1.3 * max(values), 1.05 * ceiling))
+        ceiling = ceilings.get(panel.rows[0]["dtype"], 0)
+        draw_panel(ax, panel)
+        dress(ax, panel.title, name, ceiling)
+        values += [x for impl in panel.impls for x in panel.values(impl) if x > 0]
+        highest = max(highest, ceiling)
+    if values and max(values) > 300 * min(values):  # Triton's interpreter beside compiled code
+        axes[0].set(**{f"{name}scale": "log"})
+    elif values:  # with room for the numbers beside the bars
+        axes[0].set(**{f"{name}lim": (0, max((1.08 if is_sweep else 1.3) * max(values), 1.08 * highest))})
 
 
-def dress(ax, title, axis):
+def dress(ax, title, axis, ceiling=None):
     ax.set_title(title, fontsize="medium")
     ax.set_axisbelow(True)
     ax.grid(axis=axis, alpha=0.3)
+    if ceiling:
+        (ax.axhline if axis == "y" else ax.axvline)(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label,
+                                                    zorder=0)
 
 
-def legend(figure):
-    """One for all panels, in the order of STYLES, with as many columns as fit."""
-    order = [style.label for style in (*STYLES.values(), MATMUL)]
-    handles = {}
-    for ax in figure.axes:
-        for handle, label in zip(*ax.get_legend_handles_labels()):
-            handles.setdefault(label, handle)
-    labels = sorted(handles, key=lambda label: (order.index(label.partition(",")[0]), label))
+def finished(figure, title):
+    """The figure with a title and one legend for all panels, in the order of STYLES, with as many columns as fit."""
+    handles = {label: handle for ax in reversed(figure.axes) for handle, label in zip(*ax.get_legend_handles_labels())}
+    labels = [style.label for style in (*STYLES.values(), MATMUL) if style.label in handles]
     inches = 0.6 + 0.075 * max(map(len, labels), default=0)
     figure.legend([handles[label] for label in labels], labels, loc="outside lower center", frameon=False,
                   ncols=max(1, int(figure.get_figwidth() / inches)))
+    figure.suptitle(title)
+    return figure
+
+
+def draw_lines(ax, lines, name_of, is_line=lambda impl: True):
+    """lines: {implementation: [(x, y), ...]}, over powers of two that name_of(x) names."""
+    for impl, points in lines.items():
+        ax.plot(*zip(*sorted(points)), linestyle="-" if is_line(impl) else "", **STYLES[impl].line())
+    ticks = sorted({x for points in lines.values() for x, _ in points})
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, map(name_of, ticks))
+
+
+def in_thousands(x):
+    return f"{x >> 10}k" if x % 1024 == 0 else str(x)
 
 
 def draw_sweep(ax, panel):
-    """TFLOP/s over S. The title names the first dtype, the legend the others, which have another kind of line. For
-    caches, GB/s over the bytes of keys and values: the plain read as a line, all others as points."""
+    """TFLOP/s over S. For caches, GB/s over the bytes of keys and values: the plain read as a line, all others as
+    points."""
     of_cache = panel.rate == "gbps"
-    for dtype, line in zip(dict.fromkeys(row["dtype"] for row in panel.rows), LINES):
-        for impl in panel.impls:
-            style = STYLES[impl].line(*(1.5, 1.5) if of_cache else ())
-            style["linestyle"] = "" if of_cache and impl != "read" else line
-            style["label"] += f", {dtype}" * (line != LINES[0])
-            points = sorted((math.log2(x_of(rows[impl])), rows[impl][panel.rate] or math.nan) for rows in panel.results
-                            if rows[impl]["dtype"] == dtype)
-            if not all(math.isnan(y) for _, y in points):
-                ax.plot(*zip(*points), **style)
-    sizes = sorted({x_of(row) for row in panel.rows})
-    names = [f"{x / 1e6:.3g}" if x < 1e9 else f"{x / 1e6:.0f}" for x in sizes] if of_cache else \
-        [f"{x // 1024}k" if x % 1024 == 0 else x for x in sizes]
-    ax.set_xticks([math.log2(x) for x in sizes], names)
+    lines = {impl: list(zip(map(x_of, panel.rows), panel.values(impl))) for impl in panel.impls}
+    if of_cache:
+        draw_lines(ax, lines, lambda x: f"{x / 1e6:.3g}" if x < 1e9 else f"{x / 1e6:.0f}", lambda impl: impl == "read")
+    else:
+        draw_lines(ax, lines, in_thousands)
     ax.set_xlabel("MB of keys and values" if of_cache else "sequence length S")
     if ax.get_subplotspec().is_first_col():
         ax.set_ylabel(RATES[panel.rate])
@@ -323,15 +300,15 @@ def draw_bars(ax, panel):
     plain = {x: rows for x, row, rows in zip(sizes, panel.rows, panel.results) if row.get("score") == "none"}
     height = 0.8 / max(1, len(impls))
     for i, impl in enumerate(impls):
-        style, values = STYLES[impl], [rows[impl][panel.rate] or math.nan for rows in panel.results]
-        factors = [rows is not plain.get(x) and value / (plain.get(x, rows)[impl][panel.rate] or math.nan) if plain else
-                   impl != baseline and speedup(rows, impl, baseline)
-                   for x, value, rows in zip(sizes, values, panel.results)]
+        style, values = STYLES[impl], panel.values(impl)
+        texts = []
+        for x, value, rows in zip(sizes, values, panel.results):
+            other = (plain.get(x, rows)[impl] if plain else rows.get(baseline, {})).get(panel.rate) or value
+            factor = f" ({value / other:.2f}×)" if other != value else ""
+            texts.append("" if math.isnan(value) else number(value) + factor)
         bars = ax.barh([y + (i + 0.5) * height - 0.4 for y in range(count)], values, height, label=style.label,
                        edgecolor=style.color, facecolor=style.color if style.is_ours else (style.color, 0.2))
-        ax.bar_label(bars, ["" if math.isnan(x) else number(x) + (f" ({factor:.2f}×)" if factor else "")
-                            for x, factor in zip(values, factors)], padding=3, fontsize=8,
-                     bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
+        ax.bar_label(bars, texts, fontsize=8, **BESIDE)
     ax.set_yticks(range(count), panel.shapes)
     ax.set_ylim(count - 0.5, -0.5)
     over = "score none" if plain else baseline and STYLES[baseline].label.partition(" (")[0]
@@ -354,36 +331,25 @@ def bars(panels, title, label, columns):
         ax.barh(names, solid, 0.7, color=colors)
         rest = ax.barh(names, [x - part for x, part in zip(lengths, solid)], 0.7, left=solid, edgecolor=colors,
                        color=[(color, 0.2) for color in colors])
-        ax.bar_label(rest, texts, padding=3, bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
-        if ceiling:
-            ax.axvline(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label, zorder=0)
+        ax.bar_label(rest, texts, **BESIDE)
         longest = 1.1 * max(ceiling, *lengths) if ceiling else 1.5 * max(lengths)
         ax.set(ylim=(len(values) - 0.5, -0.5), xlim=(0, longest))
-        dress(ax, heading, "x")
+        dress(ax, heading, "x", ceiling)
     for ax in axes[-1]:
         ax.set_xlabel(label)
-    figure.suptitle(title)
-    legend(figure)
-    return figure
+    return finished(figure, title)
 
 
 def curves(panels, title, labels):
-    """Lines over powers of two, in panels: {title of a panel: {implementation: {x: y}}}. labels: those of x and y."""
+    """Lines in panels: {title of a panel: {implementation: [(x, y), ...]}}. labels: those of x and y."""
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4.5 * columns + 1, 3.2 * rows + 0.7), dpi=150, layout="constrained")
-    axes = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
     for ax, (heading, lines) in zip(axes, panels.items()):
-        for impl, points in lines.items():
-            ax.plot(list(points), list(points.values()), **STYLES[impl].line(2, 1))
-        ax.set_xscale("log", base=2)
-        ticks = sorted({x for points in lines.values() for x in points})
-        ax.set_xticks(ticks, [f"{x >> 10}K" if x >= 1024 else str(x) for x in ticks])
+        draw_lines(ax, lines, in_thousands)
         ax.set_xlabel(labels[0])
+        ax.set_ylim(bottom=0)  # and that of all others
         dress(ax, heading, "both")
-    largest = max(y for lines in panels.values() for points in lines.values() for y in points.values())
-    axes[0].set_ylim(0, 1.05 * largest)  # and that of all others
     figure.supylabel(labels[1], fontsize="medium")
-    figure.suptitle(title)
-    legend(figure)
-    return figure
+    return finished(figure, title)

@@ -1,4 +1,4 @@
-"""A plain read of memory, the ceiling of attention to a cache: a Triton kernel that reads words and keeps their xor.
+"""A plain read of memory, the ceiling of attention to a cache: a Triton kernel that reads words and adds them up.
 
 Each program reads a share of neighbouring words, 16 bytes a load.
 """
@@ -12,27 +12,19 @@ PROGRAMS = 2  # for each SM: the blocks in flight of two hide the latency of mem
 
 
 @triton.jit
-def _read(words_ptr, xors_ptr, num_words, share, kBlock: tl.constexpr):
+def _read(words_ptr, sums_ptr, num_words, share, kBlock: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * share
     acc = tl.zeros([kBlock], tl.int32)
     for i in tl.range(0, share, kBlock, num_stages=4):
         places = begin + i + tl.arange(0, kBlock)
-        acc ^= tl.load(words_ptr + places, mask=places < num_words, other=0)
-    tl.store(xors_ptr + tl.program_id(0), tl.xor_sum(acc, 0))
+        acc += tl.load(words_ptr + places, mask=places < num_words, other=0)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(acc.to(tl.int64), 0))
 
 
 def read(words):
-    """int32 (programs,): the xor of the words that each program has read, of contiguous int32 words."""
+    """int64 (programs,): the sum of the contiguous int32 words that each program has read, up to multiples of 2^32."""
     programs = PROGRAMS * (torch.cuda.get_device_properties(words.device).multi_processor_count if words.is_cuda else 1)
     share = triton.cdiv(triton.cdiv(words.numel(), programs), BLOCK) * BLOCK
-    xors = torch.empty(programs, dtype=torch.int32, device=words.device)
-    _read[(programs,)](words, xors, words.numel(), share, BLOCK, num_warps=8)
-    return xors
-
-
-def xor_of(words):
-    """The xor of all words as an int, in plain torch: by halves."""
-    while words.numel() > 1:
-        half = words.numel() // 2
-        words = torch.cat([words[:half] ^ words[half:2 * half], words[2 * half:]])
-    return words.item()
+    sums = torch.empty(programs, dtype=torch.int64, device=words.device)
+    _read[(programs,)](words, sums, words.numel(), share, BLOCK, num_warps=8)
+    return sums

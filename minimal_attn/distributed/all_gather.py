@@ -1,10 +1,9 @@
 """Context parallelism by all-gather: every rank gets all keys and values, of all heads or of some at a time.
 
-Each row sees all of its keys in one call of a kernel, so nothing is merged, and its result is that of one GPU. Where
-heads are gathered in groups, communication overlaps with kernels: the keys of the next group are on their way while the
-kernel computes with one. Calls overlap too, on side streams: near its end, a call leaves multiprocessors idle, which
-another call fills. The backward pass gathers the keys again rather than keeping them, and sums dk and dv over ranks.
-With 32 heads in three groups:
+Each row sees all of its keys in one call of a kernel, so its result is that of one GPU. The keys of the next group of
+heads are on their way while kernels compute with one. Calls overlap on side streams: one fills the multiprocessors that
+another leaves idle near its end. The backward pass gathers the keys again, and sums dk and dv over ranks. With 32 heads
+in three groups:
 
     communication   |gather 0..3|gather 4..27|sum 0..3, gather 28..31|      |sum 4..27|     |sum 28..31|
     gradients                   |of 0..3     |of 4..27                      |of 28..31      |
@@ -14,13 +13,12 @@ Read next: exchange.py, how keys and gradients get to other ranks.
 
 import functools
 import math
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..checks import empty_like, empty_outputs
-from .calls import gradient_of_sinks, has_all_rows
+from .calls import has_all_rows
 from .exchange import begin_sums, gathered, parts_of
 from .peer_memory import peers_of
 
@@ -39,12 +37,8 @@ ROWS_OF_A_KEY = 4096  # attention of so many rows to a key takes as long as to s
 
 
 def head_groups(q, k, v, num_ranks, has_peers, is_backward=False):
-    """The slices of key/value heads that are gathered one after another.
-
-    The first group is small, since nothing is computed before it is there. In the backward pass the last one is as
-    small, for the sum of its gradients, which nothing hides. There is one group where more would cost more than they
-    hide.
-    """
+    """The slices of key/value heads that are gathered one after another. The first is small, since nothing is computed
+    before it is there. In the backward pass so is the last, whose sum of gradients nothing hides."""
     heads = k.shape[1]
     bytes_of_head = k.element_size() * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
     most = max(1, MAX_BYTES // (num_ranks * bytes_of_head))
@@ -65,10 +59,8 @@ def head_groups(q, k, v, num_ranks, has_peers, is_backward=False):
 
 
 def growth_of_messages(q, k, v, num_ranks, is_backward):
-    """(heads of the first group, largest ratio of a group to the one before) for exchange by messages.
-
-    The ratio is how much longer attention to a head takes than sending the head, so that computing one group hides
-    the messages of the next.
+    """(heads of the first group, largest ratio of a group to the one before) for exchange by messages. The ratio is how
+    much longer attention to a head takes than sending it, so that computing one group hides the messages of the next.
     """
     heads = k.shape[1]
     share_sent = 2 * (num_ranks - 1) / num_ranks  # of the keys, in units of that of two ranks
@@ -88,14 +80,10 @@ def query_heads(heads, num_heads, num_heads_k):
     return slice(heads.start * group, heads.stop * group)
 
 
-class SideStreams:
-    """Streams for calls of kernels that a GPU may run at the same time. run() calls a function on them in turn, and
-    join() lets the current stream wait for the calls, as does the end of a `with` block. On a CPU, one call runs after
-    the other.
-
-    Results lie in memory of the side streams. A result may be dropped once the current stream has been given all work
-    that reads it. The next call on a side stream waits for that work.
-    """
+class SideStreams(AbstractContextManager):
+    """Streams for calls of kernels that a GPU may run at the same time; the end of a `with` block is join(). On a CPU,
+    one call runs after the other. Results lie in memory of the side streams. A result may be dropped once the current
+    stream has been given all work that reads it: the next call on a side stream waits for that work."""
 
     def __init__(self, device):
         self.current = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -103,15 +91,11 @@ class SideStreams:
         # Each running call: the event at its end, and its function and arguments. They keep memory alive until join().
         self.number, self.running = 0, []
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *error):
         self.join()
 
     def run(self, function, calls):
-        """[function(*args) for args in calls], after what the current stream has so far. It may use the results after
-        join()."""
+        """[function(*args) for args in calls], to be used after join()."""
         if not self.streams:
             return [function(*args) for args in calls]
         begin, results = self.current.record_event(), []
@@ -127,7 +111,7 @@ class SideStreams:
         return results
 
     def join(self, but=0):
-        """Wait for all calls but the last `but` ones."""
+        """Let the current stream wait for all calls but the last `but` ones."""
         num_over = max(0, len(self.running) - but)
         for event, _ in self.running[:num_over]:
             self.current.wait_event(event)
@@ -138,74 +122,20 @@ class SideStreams:
 
 @functools.cache
 def streams_of(current):
-    """Side streams for the calls from a stream. Calls from another stream get others: else they could reuse memory that
-    is still read."""
+    """Side streams for the calls from one stream: calls from another could reuse memory that is still read."""
     return tuple(torch.cuda.Stream(current.device) for _ in range(NUM_STREAMS))
 
 
-class AllGatherAttention(torch.autograd.Function):
-    """The function (q, k, v, sinks, Attention) -> out, with this rank's rows of all tensors."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, attention):
-        with torch.cuda.device_of(q):  # whose streams are meant; autograd does so for the backward pass
-            out, lse = attend(q, k, v, attention)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.attention = attention
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        attention, padding, shards = ctx.attention, ctx.attention.padding, ctx.attention.padding.shards
-        peers = peers_of(shards.group, q.device)
-        q_rows = padding.pad_rows(q)
-        rows = padding.pad_rows(dout), q_rows, padding.pad_rows(out), padding.pad_rows(lse, -math.inf)
-        groups = head_groups(q, k, v, shards.size, bool(peers), is_backward=True)
-        num_keys = shards.size * k.shape[2]
-        calls = attention.calls(q_rows, num_keys, None, share_keys=False)
-        parts = {rank: parts_of(attention.key_ranges(rank, k.shape[0], num_keys),
-                                shards._replace(group=None, rank=rank), k.shape[2])
-                 for rank in (range(shards.size) if peers else (shards.rank,))}
-        dq, dk, dv = empty_like(q_rows), torch.empty_like(k), torch.empty_like(v)
-        if not has_all_rows(calls, q_rows):
-            dq.zero_()
-        sums = []  # of the group before
-
-        def end_sums():
-            for heads, total in sums:
-                dk[:, heads], dv[:, heads] = total.wait()
-            sums.clear()
-
-        with SideStreams(q.device) as side, ExitStack() as at_end:
-            for heads, *keys in gathered(k, v, groups, shards, peers):
-                of_q = query_heads(heads, q.shape[1], k.shape[1])
-                tensors = *(x[:, of_q] for x in rows), *keys, dq[:, of_q]
-                of_heads = attention.of_heads(of_q)
-                gradients = side.run(write_dq, [(of_heads, call, *tensors) for call in calls])
-                side.join()
-                end_sums()  # which came in while this group was computed
-                for some, total in begin_sums(heads, gradients, k, v, shards, parts, peers):
-                    sums.append((some, total))
-                    if peers:  # after an error, too, this memory serves nothing else until then
-                        at_end.callback(total.work.wait)
-                del keys, tensors, gradients, total  # their memory serves the next groups
-        end_sums()
-        dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
-        return padding.unpad_rows(dq), dk, dv, dsinks, None
-
-
 def attend(q, k, v, attention):
-    """(out, lse) of this rank's rows."""
-    padding, shards = attention.padding, attention.padding.shards
+    """(out, lse) of the rows q."""
+    shards = attention.padding.shards
     peers = peers_of(shards.group, q.device)
-    groups, q = head_groups(q, k, v, shards.size, bool(peers)), padding.pad_rows(q)
+    groups = head_groups(q, k, v, shards.size, bool(peers))
     calls = attention.calls(q, shards.size * k.shape[2], None, share_keys=True)
     parts = gathered(k, v, groups, shards, peers)
     if len(groups) == len(calls) == 1 and has_all_rows(calls, q):  # its results need no copy
         (_, *keys), = parts
-        return map(padding.unpad_rows, attention.forward(calls[0], q, *keys))
+        return attention.forward(calls[0], q, *keys)
     out, lse = empty_outputs(q, v)
     if not has_all_rows(calls, q):
         out.zero_()  # as rows without a document have
@@ -216,7 +146,44 @@ def attend(q, k, v, attention):
             of_heads, tensors = attention.of_heads(of_q), (q[:, of_q], *keys, out[:, of_q], lse[:, of_q])
             side.run(write_out, [(of_heads, call, *tensors) for call in calls])
             side.join(but=len(calls))  # those of this group may go on beside those of the next one
-    return map(padding.unpad_rows, (out, lse))
+    return out, lse
+
+
+def gradients(dout, q, out, lse, k, v, attention):
+    """(dq, dk, dv), from the rows of the first four tensors."""
+    shards = attention.padding.shards
+    peers = peers_of(shards.group, q.device)
+    groups = head_groups(q, k, v, shards.size, bool(peers), is_backward=True)
+    num_keys = shards.size * k.shape[2]
+    calls = attention.calls(q, num_keys, None, share_keys=False)
+    parts = {rank: parts_of(attention.key_ranges(rank, k.shape[0], num_keys), shards._replace(group=None, rank=rank),
+                            k.shape[2])
+             for rank in (range(shards.size) if peers else (shards.rank,))}
+    dq, dk, dv = empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if not has_all_rows(calls, q):
+        dq.zero_()
+    sums = []  # of the group before
+
+    def end_sums():
+        for heads, total in sums:
+            dk[:, heads], dv[:, heads] = total.wait()
+        sums.clear()
+
+    with SideStreams(q.device) as side, ExitStack() as at_end:
+        for heads, *keys in gathered(k, v, groups, shards, peers):
+            of_q = query_heads(heads, q.shape[1], k.shape[1])
+            tensors = *(x[:, of_q] for x in (dout, q, out, lse)), *keys, dq[:, of_q]
+            of_heads = attention.of_heads(of_q)
+            of_calls = side.run(write_dq, [(of_heads, call, *tensors) for call in calls])
+            side.join()
+            end_sums()  # which came in while this group was computed
+            for some, total in begin_sums(heads, of_calls, k, v, shards, parts, peers):
+                sums.append((some, total))
+                if peers:  # after an error, too, this memory serves nothing else until then
+                    at_end.callback(total.work.wait)
+            del keys, tensors, of_calls, total  # their memory serves the next groups
+    end_sums()
+    return dq, dk, dv
 
 
 def write_out(attention, call, q, k, v, out, lse):

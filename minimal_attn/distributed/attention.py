@@ -5,22 +5,23 @@ which rank holds which rows; all_gather.py, the method within a node.
 """
 
 import functools
+import math
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..attention import BACKENDS, backend_name, flash_attention
 from ..checks import (FP8_DTYPES, NO_WINDOW, autocast, check_choice, check_dropout_seed, check_dtype,
                       check_no_derivative, check_number, check_qkv, check_sizes, check_tensor, check_tensor_of,
                       checked_options, is_transformed, shown)
 from ..options import Options
-from .all_gather import AllGatherAttention
+from . import all_gather, ring
 from .calls import Attention, Document, Origin, ints, with_origins
 from .layout import check_seqlen, shards_of, spans_nodes
 from .padding import dropout_padding
-from .ring import RingAttention
-from .ulysses import own_heads, ulysses_attention
+from .ulysses import ulysses_attention
 
 METHODS = "all_gather", "ring", "ulysses"
 MAX_GATHERED_BYTES = 8 << 30  # keys and values of all ranks; with more, "auto" takes the ring
@@ -109,19 +110,47 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
     seed = shared_seed(check_dropout_seed(dropout_seed, q, None), shards) if dropout_p else None
     options = options._replace(dropout_seed=seed)
     if method == "ulysses" or shards.size == 1:
-        heads = own_heads(q, shards)
+        each = q.shape[1] // shards.size
+        heads = slice(shards.rank * each, (shards.rank + 1) * each)  # of q, which this rank computes
+        origins = [Origin(0, 0, n) for n in range(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)]
         attend = functools.partial(
             flash_attention, causal=causal, sm_scale=options.softmax_scale, deterministic=deterministic,
             backend=backend, window_size=window_size, softcap=options.softcap,
             sinks=None if options.sinks is None else options.sinks[heads],
             alibi_slopes=None if slopes is None else slopes[..., heads], dropout_p=dropout_p,
-            dropout_seed=None if seed is None else with_origins(seed, heads.start, samples_of_whole(cu_seqlens, q)),
+            dropout_seed=None if seed is None else with_origins(seed, heads.start, origins),
             **lengths_of_whole(cu_seqlens, seqlen, q))
         return ulysses_attention(attend, q, k, v, shards)
     padding = dropout_padding(shards, q.shape[2], documents, seed is not None)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    function = RingAttention if method == "ring" else AllGatherAttention
-    return function.apply(q, k, v, options.sinks, Attention(padding, documents, chosen, options))
+    module = ring if method == "ring" else all_gather
+    return LocalRows.apply(q, k, v, options.sinks, Attention(padding, documents, chosen, options), module)
+
+
+class LocalRows(torch.autograd.Function):
+    """The function (q, k, v, sinks, Attention, all_gather or ring) -> out, with this rank's rows of all tensors."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, attention, module):
+        padding = attention.padding
+        with torch.cuda.device_of(q):  # whose streams are meant; autograd does so for the backward pass
+            out, lse = map(padding.unpad_rows, module.attend(padding.pad_rows(q), k, v, attention))
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.attention, ctx.module = attention, module
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        padding, dsinks = ctx.attention.padding, None
+        rows = *map(padding.pad_rows, (dout, q, out)), padding.pad_rows(lse, -math.inf)
+        dq, dk, dv = ctx.module.gradients(*rows, k, v, ctx.attention)
+        if sinks is not None:  # -P · delta, summed over rows, with P = exp(sink - lse) and delta = rowsum(dO ∘ O)
+            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            of_rows = (sinks[:, None] - lse).exp() * delta
+            dsinks = -of_rows.masked_fill(lse == -math.inf, 0).sum((0, 2))  # rows of padding have lse -inf
+        return padding.unpad_rows(dq), dk, dv, dsinks, None, None
 
 
 def shared_seed(seed, shards):
@@ -131,11 +160,6 @@ def shared_seed(seed, shards):
         seed = seed.clone()  # a caller's seed stays as it is
         dist.broadcast(seed, dist.get_global_rank(shards.group, 0), group=shards.group)
     return seed
-
-
-def samples_of_whole(cu_seqlens, q):
-    """The Origins of the samples of flash_attention, when it has the whole sequence."""
-    return [Origin(0, 0, number) for number in range(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)]
 
 
 def lengths_of_whole(cu_seqlens, seqlen, q):

@@ -1,13 +1,12 @@
 """Calls of a backend's kernels: which rows of this rank see which keys, and how few calls compute that.
 
 A Piece is a run of rows that see a run of keys of the same document. Kernels align the last row of a sample with its
-last key. Where these are at different places of the sequence, the window is shifted by their distance. Short pieces of
-one window are samples of one packed call. Planning reads no tensor, and plans are cached, since layers and steps repeat
-them. Read next: all_gather.py, whose calls have all keys; ring.py, whose calls have the keys of one rank after another.
+last key: the window is shifted by the distance of these in the sequence. Short pieces of one window are samples of one
+packed call. Plans read no tensor and are cached, since layers and steps repeat them. Read next: all_gather.py, whose
+calls have all keys; ring.py, whose calls have the keys of one rank after another.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -67,8 +66,7 @@ class Attention(NamedTuple):
     first_head: int = 0  # of q, among all
 
     def calls(self, q, num_keys, source, share_keys):
-        """The Calls of this rank's rows q with the keys of rank `source`, or with all keys if it is None. The longest
-        come first."""
+        """The Calls of the rows q with the keys of rank `source`, or with all keys if it is None; long ones first."""
         key_chunks = None if source is None else self.padding.key_chunks(source)
         return [on_device(call, q.device)
                 for call in self._calls(self.padding, q.shape[0], num_keys, key_chunks, share_keys)]
@@ -105,8 +103,7 @@ class Attention(NamedTuple):
         return self.backend.forward(q[:, :, call.rows], k[:, :, call.keys], v[:, :, call.keys], self.options_of(call))
 
     def backward(self, call, dout, q, out, lse, k, v):
-        """(dq, dk, dv) of call.rows and call.keys. out and lse are those of all keys, so that a kernel forms the same
-        probabilities whichever keys it is given."""
+        """(dq, dk, dv) of call.rows and call.keys. out and lse are those of all keys."""
         dout, q, out, lse = (x[:, :, call.rows] for x in (dout, q, out, lse))
         k, v = (x[:, :, call.keys] for x in (k, v))
         options = self.options_of(call)._replace(sinks=None)  # lse has them
@@ -114,8 +111,7 @@ class Attention(NamedTuple):
 
 
 def pieces_of(row_chunks, key_chunks, documents, window, has_dropout=False):
-    """The Pieces of chunks of rows and chunks of keys. window is that of a row in the whole sequence. With dropout, the
-    chunks are those of DropoutPadding."""
+    """The Pieces of chunks of rows and of keys, of DropoutPadding with dropout. window: in the whole sequence."""
     pieces = []
     for rows in row_chunks:
         for document in documents:
@@ -136,8 +132,7 @@ def pieces_of(row_chunks, key_chunks, documents, window, has_dropout=False):
 
 
 def keys_in(chunk, document, has_dropout):
-    """(begin, end) in the sequence of the keys of a chunk in a document. With dropout, a tile of keys belongs to the
-    chunk of its first key."""
+    """(begin, end) in the sequence of the keys of a chunk in a document, with dropout of those in whole tiles."""
     begin, end = chunk.begin, chunk.end
     if has_dropout:
         begin, end = (place + (-max(0, place - document.begin)) % TILE for place in (begin, end))
@@ -145,8 +140,8 @@ def keys_in(chunk, document, has_dropout):
 
 
 def visible_part(row_begin, row_end, key_begin, key_end, window):
-    """(row_end, key_end, window), or None if no row sees a key. The ends are places in the sequence, of the rows that
-    may see one of these keys and of the keys that one of these rows may see. The window is that with aligned ends."""
+    """(row_end, key_end, window), or None if no row sees a key: the ends of the rows that may see one of these keys and
+    of the keys that one of these rows may see, and the window with these ends aligned."""
     left, right = window
     if key_begin >= key_end:
         return None
@@ -166,8 +161,7 @@ def visible_part(row_begin, row_end, key_begin, key_end, window):
 
 def joined(pieces, has_dropout):
     """Merges two Pieces of the same rows where all rows see all keys of the first, and the keys of the second follow in
-    the tensor. In the sequence there may be other keys between them. With dropout there may not, since dropout counts
-    keys from the first one of a piece."""
+    the tensor. With dropout, which counts keys from the first of a piece, they follow in the sequence, too."""
     result = []
     for piece in pieces:
         before, (left, right) = result[-1] if result else None, piece.window
@@ -196,15 +190,9 @@ def cached_calls(row_chunks, key_chunks, documents, window, has_dropout, batch_s
 
 
 def calls_of(pieces, batch_size, num_rows, num_keys, share_keys, long=LONG):
-    """The Calls of pieces: as few as possible, but a piece of `long` rows has a call of its own.
-
-    No two pieces of a call have a row in common. Without share_keys none have a key in common, since kernels add up
-    gradients within one sample alone. A packed batch is one sample to torch, so pieces of several samples have calls of
-    their own.
-
-    Args:
-        num_rows, num_keys: of q and of k.
-    """
+    """The Calls of pieces of q (num_rows) and k (num_keys): as few as possible, but a piece of `long` rows, or of
+    several samples, has one of its own. Pieces of a call have no row in common, and without share_keys no key, since
+    kernels add up gradients within one sample alone."""
     groups = {}  # window: lists of pieces
     for piece in pieces:
         of_window = groups.setdefault(piece.window, [])
@@ -230,8 +218,8 @@ def calls_of(pieces, batch_size, num_rows, num_keys, share_keys, long=LONG):
 
 
 def packed_lengths(pieces, share_keys):
-    """(Lengths, origins) of pieces as samples of a packed batch. Rows between pieces are a sample without keys. Without
-    share_keys, as gradients need it, there is no seqused_k, and keys between pieces are a sample without rows."""
+    """(Lengths, origins) of pieces as samples of a packed batch. Rows between pieces are a sample without keys; without
+    share_keys, keys between pieces are one without rows, in place of seqused_k."""
     samples, row_end, key_end = [], 0, 0  # (end of its rows, begin of its keys, their number, origin)
     for rows, keys, _, origin in pieces:
         if rows.start > row_end or share_keys and not samples and keys.start:  # cu_seqlens_k begins with 0
@@ -261,14 +249,6 @@ def with_origins(seed, first_head, origins):
     """The dropout_seed of a call whose samples begin at these Origins, and which has query heads from first_head on."""
     numbers = [x for row, key, number in origins for x in (row, key, first_head, number)]
     return seed_with_origins(seed, *ints(seed.device, numbers, dtype=torch.int64))
-
-
-def gradient_of_sinks(sinks, dout, out, lse):
-    """The gradient (H,) of sinks from the rows of this rank. A sink's share of a row is P = exp(sink - lse), and the
-    gradient is the sum of -P · delta with delta = rowsum(dO ∘ O), without the rows of padding, which have lse -inf."""
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    of_rows = (sinks[:, None] - lse).exp() * delta
-    return -of_rows.masked_fill(lse == -math.inf, 0).sum((0, 2))
 
 
 def ints(device, *lists, dtype=torch.int32):

@@ -1,10 +1,9 @@
 """Exchange between ranks for the all-gather: keys and values of all ranks, and the way back of their gradients.
 
 Both go through peer memory, from which ranks copy, or by messages of torch.distributed. Keys and values lie with rows
-first, (P·T, B, Hk, D + Dv): then a chunk is one piece of memory, and goes straight to its place in the sequence.
-Gradients are summed in fp32: each rank has some for all keys and gets the sums for its own. Through peer memory, a rank
-fetches what the others have for it and adds it up. Otherwise each rank adds up what it has for every rank, and a
-reduce-scatter adds up these sums. Read next: peer_memory.py.
+first, (P·T, B, Hk, D + Dv), so that a chunk is one piece of memory and goes straight to its place in the sequence.
+Gradients are summed in fp32: each rank has some for all keys and gets the sums for its own, by peer memory or by a
+reduce-scatter. Read next: peer_memory.py.
 """
 
 import functools
@@ -24,11 +23,7 @@ FIRST_TAG = 1 << 20  # of messages, far from the tags of a caller
 
 def gathered(k, v, groups, shards, peers):
     """Yields (heads, k, v) of one group of heads after the other: k (B, heads, P·T, D) and v of all ranks, in the order
-    of the sequence.
-
-    The next group is on its way meanwhile. The one after it begins when the caller is back for the next one. So if the
-    caller has dropped the group that it has computed with, there is memory for three groups.
-    """
+    of the sequence. The next group is on its way meanwhile."""
     fill = (filling_by_peers if peers else filling_by_messages)(k, v, groups, shards, peers)
 
     def begin(number):
@@ -41,7 +36,7 @@ def gathered(k, v, groups, shards, peers):
     def end(everything, works):
         for work in works:
             work.wait()
-        return heads_first(everything).split_with_sizes((k.shape[3], v.shape[3]), -1)
+        return everything.permute(1, 2, 0, 3).split_with_sizes((k.shape[3], v.shape[3]), -1)
 
     following = begin(0)
     try:
@@ -55,11 +50,7 @@ def gathered(k, v, groups, shards, peers):
 
 def filling_by_messages(k, v, groups, shards, _):
     """fill(number of a group, everything), which starts to exchange chunks with all ranks and returns works to wait
-    for.
-
-    Each rank sends its chunks to each other rank. So each chunk goes into another node as often as that has ranks,
-    where a collective could send it once. Between nodes method="auto" takes the ring, but not with alibi_slopes.
-    """
+    for. A chunk goes into another node as often as that has ranks, where a collective could send it once."""
     def fill(number, everything):
         write_rows(copy, shards.of_rank(everything, shards.rank), k[:, groups[number]], v[:, groups[number]])
         operations, tag = [], FIRST_TAG + number * shards.chunks_per_rank
@@ -114,8 +105,8 @@ class Part(NamedTuple):
 
 @functools.lru_cache
 def parts_of(key_ranges, shards, num_rows):
-    """The Parts of shards.rank, whose Calls have these (begin, end) of keys, in the order of the ranks. shards.group is
-    None, since a cache must not keep a group alive."""
+    """The Parts of shards.rank, whose Calls have these (begin, end) of keys. shards.group is None: a cache must not
+    keep a group alive."""
     parts, num_sent = [], 0
     for to in range(shards.size):
         for run in shards.runs(to, num_rows):
@@ -142,16 +133,12 @@ class Sum(NamedTuple):
         self.work.wait()
         for rows, part in self.arriving:
             self.own[rows].add_(part)
-        return heads_first(self.own).split_with_sizes(self.head_dims, -1)
+        return self.own.permute(1, 2, 0, 3).split_with_sizes(self.head_dims, -1)
 
 
 def begin_sums(heads, gradients, k, v, shards, parts, peers):
-    """Yields (heads, Sum) for a group of heads. Peer memory is kept and small: it takes some of the heads at a time.
-
-    Args:
-        gradients: (dk, dv) of each Call, for these heads.
-        parts: {rank: its Parts}, of all ranks if there are peers.
-    """
+    """Yields (heads, Sum) for a group of heads, by some at a time in peer memory, which is kept and small. gradients:
+    (dk, dv) of each Call, for these heads. parts: {rank: its Parts}, of all ranks if there are peers."""
     if not peers:
         yield heads, sum_by_messages(gradients, k[:, heads], v[:, heads], shards, parts[shards.rank])
         return
@@ -175,8 +162,8 @@ def sum_by_messages(gradients, k, v, shards, parts):
 
 
 def sum_by_peers(gradients, k, v, shards, parts, most_sent, memory):
-    """A Sum through peer memory: each rank fetches its Parts from the others. They are in k's dtype, as kernels write
-    them, so that fewer bytes are sent than for sums. most_sent: the most rows that any rank sends."""
+    """A Sum through peer memory: each rank fetches its Parts from the others, in k's dtype, as kernels write them.
+    most_sent: the most rows that any rank sends."""
     head_dims, (batch, heads, num_rows, _) = (k.shape[3], v.shape[3]), k.shape
     row = batch, heads, sum(head_dims)
     slot = memory.slot((most_sent, *row), k.dtype)
@@ -206,22 +193,15 @@ def write_part(write, rows, part, gradients):
 
 
 def write_rows(write, rows, k, v):
-    """Copy or add, by write(to, x), k and v (B, Hk, T, D) to their columns of rows (chunks, rows of a chunk, B, Hk,
-    D + Dv)."""
+    """write(to, x) of k and v (B, Hk, T, D) and their columns of rows (chunks, rows of one, B, Hk, D + Dv)."""
     for to, x in zip(rows.split_with_sizes((k.shape[3], v.shape[3]), -1), (k, v)):
         write(to, x.permute(2, 0, 1, 3).unflatten(0, to.shape[:2]))
 
 
 def copy(to, x):
-    """to.copy_(x), of the same dtype: in elements of 16 bytes if possible. torch's kernel for strided tensors moves one
-    element after another, whatever their size."""
+    """to.copy_(x), of one dtype, in elements of 16 bytes if possible: torch moves one strided element after another."""
     width = 16 // x.element_size()
     if all(t.stride(-1) == 1 and t.data_ptr() % 16 == 0
            and not any(n % width for n in (t.shape[-1], *t.stride()[:-1], t.storage_offset())) for t in (to, x)):
         to, x = to.view(torch.complex128), x.view(torch.complex128)
     to.copy_(x)
-
-
-def heads_first(rows):
-    """(S, B, Hk, D) -> (B, Hk, S, D), a view."""
-    return rows.permute(1, 2, 0, 3)

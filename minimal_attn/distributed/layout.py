@@ -1,11 +1,10 @@
 """Which rows of a sequence each rank holds, and how tensors are split over the ranks and put together again.
 
-A sequence is padded to a multiple of its number of chunks and cut into chunks of one length. In the contiguous layout,
-rank r of P holds chunk r of P. In the zigzag layout it holds the chunks r and 2P - 1 - r of 2P: one early and one late,
-so that all ranks have the same work under a causal mask. Read next: padding.py, for dropout; calls.py.
+A sequence is padded and cut into chunks of one length. In the contiguous layout, rank r of P holds chunk r of P. In the
+zigzag layout it holds the chunks r and 2P - 1 - r of 2P, so that all ranks have the same work under a causal mask. Read
+next: padding.py, for dropout; calls.py.
 """
 
-import functools
 import os
 from typing import NamedTuple
 
@@ -45,7 +44,9 @@ class Shards(NamedTuple):
 
     def chunks(self, rank, num_rows):
         """The Chunks of a rank, which has num_rows rows of the sequence, in the order in which it holds them."""
-        return chunks_of(rank, self.size, self.chunks_per_rank, num_rows)
+        each = num_rows // self.chunks_per_rank
+        numbers = (rank, 2 * self.size - 1 - rank)[:self.chunks_per_rank]
+        return tuple(Chunk(number * each, (number + 1) * each, i * each) for i, number in enumerate(numbers))
 
     def runs(self, rank, num_rows):
         """The Chunks of a rank, with adjacent ones merged. Only the last rank of "zigzag" has adjacent ones."""
@@ -75,19 +76,8 @@ class Shards(NamedTuple):
         return torch.stack((early, late.flip(0)), 1).flatten(0, 2)
 
 
-@functools.lru_cache
-def chunks_of(rank, size, chunks_per_rank, num_rows):
-    each = num_rows // chunks_per_rank
-    numbers = (rank, 2 * size - 1 - rank)[:chunks_per_rank]
-    return tuple(Chunk(number * each, (number + 1) * each, i * each) for i, number in enumerate(numbers))
-
-
 def shards_of(group, layout):
-    """The Shards of a group, or of the default one if it is None.
-
-    RuntimeError: torch.distributed is not initialised. TypeError: group is no process group. ValueError: this process
-    is not in the group, or the layout is unknown.
-    """
+    """The Shards of a group, or of the default one if it is None, with the errors of shard."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("context parallelism needs a process group: call torch.distributed.init_process_group first")
     group = dist.group.WORLD if group is None else group
@@ -107,7 +97,8 @@ def spans_nodes(group):
 
 def shard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, layout: str = "zigzag",
           pad_value: float = 0) -> Tensor:
-    """This rank's rows of x, which every rank has whole. Nothing is sent. Differentiable.
+    """This rank's rows of x, which every rank has whole: x's shape but for T rows in dim, the same number on every
+    rank. Nothing is sent. Differentiable.
 
     Args:
         x: any shape and dtype.
@@ -116,9 +107,6 @@ def shard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, lay
         layout: "zigzag" or "contiguous", as for context_parallel_attention.
         pad_value: the value of rows after the end. A length that the ranks do not divide is rounded up to a multiple of
             2P ("zigzag") or P ("contiguous") rows.
-
-    Returns:
-        x's shape but for dim: T rows, the same number on every rank.
 
     Raises:
         RuntimeError: torch.distributed is not initialised. TypeError: x is no dense tensor, or group no process group.
@@ -135,15 +123,13 @@ def shard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, lay
 
 def unshard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, layout: str = "zigzag",
             seqlen: int | None = None) -> Tensor:
-    """The whole sequence on every rank, from the rows of each: the inverse of shard, an all-gather.
+    """The whole sequence on every rank, from the rows of each: x's shape but for seqlen rows in dim. The inverse of
+    shard, an all-gather.
 
     Args:
         x: this rank's rows, of one shape and dtype on all ranks.
         group, dim, layout: as for shard.
         seqlen: the number of rows without padding; all P·T if None.
-
-    Returns:
-        x's shape but for dim: seqlen rows.
 
     Raises:
         NotImplementedError: x requires grad. TypeError, ValueError, RuntimeError: as shard, and a seqlen out of range.
@@ -176,13 +162,12 @@ def check_seqlen(seqlen, total):
 
 def shard_positions(seqlen: int, group: "dist.ProcessGroup | None" = None, layout: str = "zigzag",
                     device: torch.device | str | None = None) -> Tensor:
-    """The positions in the sequence of this rank's rows, for position embeddings: int64 (T,), 0 in the padding.
+    """The positions of this rank's rows in the whole sequence, for position embeddings: int64 (T,), 0 in the padding.
+    For positions in documents, shard those.
 
     Args:
         seqlen: the length of the whole sequence.
         group, layout: as for shard, and so are the errors.
-
-    Positions count from the start of the whole sequence. For positions in documents, shard those.
     """
     return shard(torch.arange(seqlen, device=device), group, 0, layout)
 
@@ -190,14 +175,12 @@ def shard_positions(seqlen: int, group: "dist.ProcessGroup | None" = None, layou
 def shard_labels(tokens: Tensor, group: "dist.ProcessGroup | None" = None, layout: str = "zigzag",
                  ignore_index: int = -100) -> Tensor:
     """The labels of this rank's rows in next-token prediction: the token after each, also where another rank holds it.
+    int64 (B, T).
 
     Args:
         tokens: (B, S), int64, the whole sequence.
         group, layout: as for shard.
         ignore_index: the label of the last token and of padding, which cross_entropy leaves out.
-
-    Returns:
-        (B, T), int64.
 
     Raises:
         As shard; also TypeError for tokens that are not int64, ValueError for those that are not 2D.

@@ -1,13 +1,11 @@
 """Padding of a rank's rows and keys, with which dropout drops the same elements as on one GPU.
 
-../reference/dropout.py draws random numbers for tiles of 16 rows and 16 keys, counted from the start of a document. A
-call of a kernel has to begin with a whole tile, but a chunk may begin anywhere in a document.
-
-Rows: rows of zeros before a chunk make it begin at a multiple of 16. Their results are not read, and they add nothing
-to gradients. Keys: zeros before a chunk would have to be hidden from its rows, and no window can do that. So in the
-ring, a chunk is followed by a copy of the next 15 keys of the sequence. A tile of keys belongs to the chunk that holds
-its first key. At the end, the gradients of the copies are sent to the ranks that hold these keys. Without dropout, or
-where all chunks begin at a multiple of 16 of their documents, there is no padding and no copy. Read next: calls.py.
+../reference/dropout.py draws random numbers for tiles of 16 rows and 16 keys of a document. A call of a kernel begins
+with a whole tile, but a chunk may begin anywhere. Rows of zeros before a chunk make it begin at a multiple of 16. Their
+results are not read, and they add nothing to gradients. Keys of zeros would have to be hidden, and no window can do
+that: in the ring, a chunk is followed by a copy of the next 15 keys of the sequence, and a tile of keys belongs to the
+chunk of its first key. The gradients of copies are sent to the ranks that hold these keys. Without dropout, or where
+all chunks begin at a multiple of 16 of their documents, there is no padding and no copy. Read next: calls.py.
 """
 
 from typing import NamedTuple
@@ -44,8 +42,6 @@ class DropoutPadding(NamedTuple):
 
     def row_chunks(self) -> tuple[Chunk, ...]:
         """This rank's Chunks in a tensor of pad_rows. A Chunk includes the padding before it."""
-        if not any(self.rows_before):
-            return self.shards.chunks(self.shards.rank, self.num_rows)
         chunks, shift = [], 0
         for before, (begin, end, local) in zip(self.rows_before, self.shards.chunks(self.shards.rank, self.num_rows)):
             chunks.append(Chunk(begin - before, end, local + shift))
@@ -58,8 +54,7 @@ class DropoutPadding(NamedTuple):
         return tuple(chunk._replace(local=chunk.local + i * self.keys_after) for i, chunk in enumerate(chunks))
 
     def pad_keys(self, kv: Tensor) -> Tensor:
-        """kv (B, Hk, T, D), this rank's keys, with copies of the next keys of the sequence behind each chunk. Zeros
-        follow the end of the sequence."""
+        """kv (B, Hk, T, D), this rank's keys, with copies of the next keys behind each chunk, zeros after the end."""
         if not self.keys_after:
             return kv
         chunks = kv.chunk(self.shards.chunks_per_rank, 2)
@@ -70,8 +65,7 @@ class DropoutPadding(NamedTuple):
             chunk, following[(number + 1) * most:][:self.keys_after].permute(1, 2, 0, 3))], 2)
 
     def unpad_key_gradients(self, dkv: Tensor) -> Tensor:
-        """The gradient (B, Hk, T, D) of this rank's keys, from dkv of a tensor of pad_keys. The gradients of copies are
-        sent to the rank that holds these keys, which adds them up."""
+        """The gradient (B, Hk, T, D) of this rank's keys and of all copies of them, from dkv of pad_keys."""
         if not self.keys_after:
             return dkv
         chunks = dkv.chunk(self.shards.chunks_per_rank, 2)
@@ -91,8 +85,7 @@ class DropoutPadding(NamedTuple):
         return [chunk.begin // each for chunk in self.shards.chunks(self.shards.rank, self.num_rows)]
 
     def _gathered(self, rows):
-        """An all-gather of n rows (B, Hk, n, D) of each chunk: (chunks of all ranks, n, B, Hk, D), in the order of the
-        sequence."""
+        """An all-gather of n rows (B, Hk, n, D) of each chunk: (all chunks in order, n, B, Hk, D)."""
         own = torch.stack([part.movedim(2, 0) for part in rows])
         everything = own.new_empty(self.shards.size * len(rows), *own.shape[1:])
         all_gather(everything, own, self.shards.group).wait()
@@ -103,11 +96,10 @@ def dropout_padding(shards, num_rows, documents, has_dropout):
     """The DropoutPadding of ranks with num_rows rows each and of Documents."""
     if not has_dropout:
         return DropoutPadding(shards, num_rows, (0,) * shards.chunks_per_rank, 0)
-    offsets = [[place_in_document(chunk.begin, documents) % TILE for chunk in shards.chunks(rank, num_rows)]
-               for rank in range(shards.size)]
+
+    def rows_before(chunk):
+        """The rows before a chunk in its first tile; 0 if it begins in no document."""
+        return next((chunk.begin - begin for begin, end, _ in documents if begin <= chunk.begin < end), 0) % TILE
+
+    offsets = [[*map(rows_before, shards.chunks(rank, num_rows))] for rank in range(shards.size)]
     return DropoutPadding(shards, num_rows, tuple(offsets[shards.rank]), TILE - 1 if any(map(any, offsets)) else 0)
-
-
-def place_in_document(place, documents):
-    """The distance of a place in the sequence from the start of its document; 0 if it is in none."""
-    return next((place - document.begin for document in documents if document.begin <= place < document.end), 0)

@@ -1,13 +1,11 @@
 """Peer memory: memory of each rank that the others of its node read, by torch's symmetric memory.
 
-A rank writes what others need into a slot, which all ranks of the group can address. At a barrier it waits until all
-have done so, and then copies what it needs out of the slots of the others. Copy engines do that over NVLink and overlap
-with kernels that fill all multiprocessors; multiprocessors only write a rank's own slot and run the barrier. To start a
-copy takes the host microseconds.
+A rank writes what others need into a slot, which all ranks of the group can address. Behind a barrier it copies what it
+needs out of the slots of the others. Copy engines do that over NVLink, beside kernels that fill all multiprocessors.
 
-There are two slots, which take turns. A rank reads a slot before it comes to the barrier of the next one, since all
-copies and barriers are on one stream. So when a rank has passed a barrier, all ranks have read the slot of the barrier
-before, and it may be written again. Read next: ring.py, where not all keys fit.
+Two slots take turns. All copies and barriers are on one stream, so that a rank reads a slot before it comes to the
+barrier of the next one. So when a rank has passed a barrier, all ranks have read the slot of the barrier before, and it
+may be written again. Read next: ring.py, where not all keys fit.
 """
 
 import datetime
@@ -39,9 +37,9 @@ class PeerMemory:
         self.memory = self.handle = self.passed = None  # the last one: the event after the latest barrier
 
     def slot(self, shape, dtype):
-        """The next Slot, for a tensor of this shape on each rank. The current stream may write it. All fetches from the
-        slot before must have been issued. All ranks ask for the same shapes in the same order. A slot that nobody
-        fetches from is given out again: then its writes must be over."""
+        """The next Slot, for a tensor of this shape on each rank, which the current stream may write. All ranks ask for
+        the same shapes in the same order, and have issued all fetches from the slot before. A slot that nobody fetches
+        from is given out again: then its writes must be over."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.slot_bytes:
             self.grow(num_bytes)
@@ -50,11 +48,8 @@ class PeerMemory:
         return Slot(self, shape, dtype, (self.number + 1) % 2 * self.slot_bytes // dtype.itemsize)
 
     def grow(self, num_bytes):
-        """Larger slots, on all ranks at once: by half at least, since all ranks and their GPUs wait for one another.
-
-        OutOfMemoryError: a rank has no memory for them. RuntimeError: a rank cannot address that of the others. All
-        ranks raise then, and the next call starts anew.
-        """
+        """Larger slots, by half at least, on all ranks at once, which wait for one another. All ranks raise
+        OutOfMemoryError if one has no memory for them, RuntimeError if one cannot address that of the others."""
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         wanted = max(num_bytes, self.slot_bytes * 3 // 2)
@@ -94,13 +89,9 @@ class Slot:
         return self.memory.handle.get_buffer(rank, self.shape, self.dtype, self.offset)
 
     def fetch(self, pairs):
-        """Start copying pairs (to, view of a tensor of of_rank). The first time, a barrier comes before, so that each
-        rank has written its own tensor.
-
-        wait() of the result lets the current stream wait for the copies. A caller does so before this memory serves
-        anything else, also after an error. If a rank does not come, the time-out of the group ends this with an error
-        of CUDA.
-        """
+        """Start copying pairs (to, view of a tensor of of_rank), the first time behind a barrier. wait() of the result
+        lets the current stream wait for the copies, which comes before this memory serves anything else, also after an
+        error. If a rank does not come, the time-out of the group ends this with an error of CUDA."""
         memory = self.memory
         memory.stream.wait_stream(torch.cuda.current_stream(memory.device))
         with torch.cuda.stream(memory.stream):
@@ -114,8 +105,8 @@ class Slot:
 
 
 class Peers:
-    """The peer memory of a group: for keys that are gathered, and for gradients that are summed. Each has barriers of
-    its own: some keys are fetched after other gradients have been written."""
+    """The peer memory of a group, for keys that are gathered and gradients that are summed. Each has barriers of its
+    own: some keys are fetched after other gradients have been written."""
 
     def __init__(self, group, device):
         self.gathered, self.summed = (PeerMemory(group, device) for _ in range(2))
@@ -127,9 +118,8 @@ RANKS = []
 
 
 def peers_of(group, device):
-    """The Peers of a group, or None: on a CPU, between nodes, where torch cannot set up such memory, in a CUDA graph,
-    for groups of other ranks than those of the first one that used it, and with MINIMAL_ATTN_PEER_MEMORY=0. The same on
-    all ranks, which call this together."""
+    """The Peers of a group, or None on all ranks: on a CPU, between nodes, in a CUDA graph, where torch cannot set up
+    such memory, for other ranks than those that used it first, and with MINIMAL_ATTN_PEER_MEMORY=0."""
     if device.type != "cuda" or os.environ.get("MINIMAL_ATTN_PEER_MEMORY") == "0":
         return None
     if torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot wait for a barrier before it
@@ -141,10 +131,7 @@ def peers_of(group, device):
 
 def opened(group, device):
     """Peers, or None if the ranks are on several hosts, as their names say, or if it fails on any rank, with a warning.
-
-    torch counts what a process has set up for all groups together, and two ranks have to come to the same number. So
-    only one set of ranks has peer memory.
-    """
+    Only one set of ranks has them: torch counts what a process sets up for all groups, and the counts must agree."""
     ranks = dist.get_process_group_ranks(group)
     hosts = [None] * len(ranks)
     dist.all_gather_object(hosts, socket.gethostname(), group=group)

@@ -1,8 +1,7 @@
 """Context parallelism by a ring: keys and values go round the ranks, and each rank attends to those it holds.
 
-Liu et al., Ring Attention, 2023. Beside its own keys, a rank has those that it attends to and those that arrive
-meanwhile. The keys of one rank give a part of the result, and parts are merged by their lse. In the backward pass
-nothing is merged: dk and dv travel with the keys, one step behind, and each rank adds its part. After P steps they are
+Liu et al., Ring Attention, 2023. The keys of one rank give a part of the result, and parts are merged by their lse. In
+the backward pass dk and dv travel with the keys, one step behind, and each rank adds its part. After P steps they are
 home. Read next: ulysses.py, which divides the heads instead.
 """
 
@@ -11,17 +10,14 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..checks import sum_dtype
-from .calls import gradient_of_sinks
 
 KEYS, GRADIENTS = 0, 1  # tags of messages
 
 
 class Transfer:
-    """Sends x to the next rank and receives a tensor of the same shape and dtype from the one before. The transfer
-    begins at once, and wait() returns the received tensor."""
+    """Begins to send x to the next rank. wait() returns a tensor like x from the rank before."""
 
     def __init__(self, x, shards, tag):
         self.sent, self.received = x, torch.empty_like(x)
@@ -37,8 +33,7 @@ class Transfer:
 
 
 def turns(k, v, padding):
-    """Yields (rank, its k, its v) for each rank whose keys come by, this rank first. k and v are those of pad_keys. The
-    keys of the next rank already travel meanwhile."""
+    """Yields (rank, its k, its v), by pad_keys, of each rank, this one first. The next keys travel meanwhile."""
     kv, shards = padding.pad_keys(torch.cat((k, v), -1)), padding.shards
     for step in range(shards.size):
         transfer = Transfer(kv, shards, KEYS) if step + 1 < shards.size else None
@@ -47,46 +42,34 @@ def turns(k, v, padding):
             kv = transfer.wait()
 
 
-class RingAttention(torch.autograd.Function):
-    """The function (q, k, v, sinks, Attention) -> out, with this rank's rows of all tensors."""
+def attend(q, k, v, attention):
+    """(out, lse) of the rows q."""
+    without_sinks, sinks = attention._replace(options=attention.options._replace(sinks=None)), attention.options.sinks
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=sum_dtype(q.dtype), device=q.device)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=out.dtype, device=q.device)  # no row has seen a key yet
+    for source, k_part, v_part in turns(k, v, attention.padding):
+        for call in without_sinks.calls(q, k_part.shape[2], source, share_keys=True):
+            merge(out[:, :, call.rows], lse[:, :, call.rows], *without_sinks.forward(call, q, k_part, v_part))
+    if sinks is not None:
+        add_sinks(out, lse, sinks)
+    return out.to(q.dtype), lse
 
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, attention):
-        without_sinks, padding = attention._replace(options=attention.options._replace(sinks=None)), attention.padding
-        rows = padding.pad_rows(q)
-        out = torch.zeros(*rows.shape[:3], v.shape[3], dtype=sum_dtype(q.dtype), device=q.device)
-        lse = torch.full(rows.shape[:3], -math.inf, dtype=out.dtype, device=q.device)  # no row has seen a key yet
-        for source, k_part, v_part in turns(k, v, padding):
-            for call in without_sinks.calls(rows, k_part.shape[2], source, share_keys=True):
-                merge(out[:, :, call.rows], lse[:, :, call.rows], *without_sinks.forward(call, rows, k_part, v_part))
-        out, lse = map(padding.unpad_rows, (out, lse))
-        if sinks is not None:
-            add_sinks(out, lse, sinks)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.attention = attention
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        attention, padding = ctx.attention, ctx.attention.padding
-        rows = *map(padding.pad_rows, (dout, q, out)), padding.pad_rows(lse, -math.inf)
-        dq = torch.zeros(rows[1].shape, dtype=lse.dtype, device=q.device)
-        head_dims, arriving = (k.shape[3], v.shape[3]), None
-        for source, k_part, v_part in turns(k, v, padding):
-            dkv = torch.zeros(*k_part.shape[:3], sum(head_dims), dtype=lse.dtype, device=k.device)
-            for call in attention.calls(rows[1], k_part.shape[2], source, share_keys=False):
-                parts = attention.backward(call, *rows, k_part, v_part)
-                for total, run, part in zip((dq, *dkv.split(head_dims, -1)), (call.rows, call.keys, call.keys), parts):
-                    total[:, :, run].add_(part)
-            if arriving:
-                dkv += arriving.wait()
-            arriving = Transfer(dkv, padding.shards, GRADIENTS)
-        dk, dv = (x.to(k.dtype) for x in padding.unpad_key_gradients(arriving.wait()).split(head_dims, -1))
-        dsinks = None if sinks is None else gradient_of_sinks(sinks, dout, out, lse)
-        return padding.unpad_rows(dq).to(q.dtype), dk, dv, dsinks, None
+def gradients(dout, q, out, lse, k, v, attention):
+    """(dq, dk, dv), from the rows of the first four tensors."""
+    padding, head_dims, arriving = attention.padding, (k.shape[3], v.shape[3]), None
+    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    for source, k_part, v_part in turns(k, v, padding):
+        dkv = torch.zeros(*k_part.shape[:3], sum(head_dims), dtype=lse.dtype, device=k.device)
+        for call in attention.calls(q, k_part.shape[2], source, share_keys=False):
+            parts = attention.backward(call, dout, q, out, lse, k_part, v_part)
+            for total, run, part in zip((dq, *dkv.split(head_dims, -1)), (call.rows, call.keys, call.keys), parts):
+                total[:, :, run].add_(part)
+        if arriving:
+            dkv += arriving.wait()
+        arriving = Transfer(dkv, padding.shards, GRADIENTS)
+    dk, dv = padding.unpad_key_gradients(arriving.wait()).split(head_dims, -1)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

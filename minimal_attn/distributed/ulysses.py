@@ -10,12 +10,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 
-def own_heads(q, shards):
-    """The slice of query heads that this rank computes."""
-    each = q.shape[1] // shards.size
-    return slice(shards.rank * each, (shards.rank + 1) * each)
-
-
 def rows_to_heads(x, shards):
     """(B, H, T, D), this rank's rows of all heads -> (B, H / P, P·T, D), the whole sequence of this rank's heads."""
     by_rank = x.unflatten(1, (shards.size, -1)).permute(1, 3, 0, 2, 4).contiguous()  # (P, T, B, H / P, D)
@@ -36,8 +30,7 @@ def all_to_all(x, shards):
 
 
 class AllToAll(torch.autograd.Function):
-    """The differentiable form of there(x, shards), which is rows_to_heads or heads_to_rows. back is the other of the
-    two: the transpose of `there`, and its inverse."""
+    """there(x, shards) as a differentiable function. back: its inverse, which is also its transpose."""
 
     @staticmethod
     def forward(ctx, x, shards, there, back):

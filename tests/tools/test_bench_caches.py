@@ -1,7 +1,6 @@
 """The benchmark of calls to caches: what stands beside what, and that it catches what is wrong."""
 
 import functools
-import operator
 
 import pytest
 import torch
@@ -109,8 +108,7 @@ def test_work_of_decode(more, causal):
 def test_plain_read(numel):
     """Every word once, in whatever shares."""
     words = torch.randint(-2**31, 2**31 - 1, (numel,), dtype=torch.int32, device=DEVICE)
-    xor = functools.reduce(operator.xor, words.tolist())
-    assert read.xor_of(words) == xor == read.xor_of(read.read(words))
+    assert (read.read(words).sum() - words.sum()) % 2**32 == 0
 
 
 @pytest.mark.cpu

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import recorded  # noqa: E402
-import write_tables  # noqa: E402
+import write_docs  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 JOURNAL = sorted(ROOT.glob("benchmarks/journal/*.md"))
@@ -67,8 +67,8 @@ FENCES = [fence for page in PAGES for fence in fences_of(page)]
 # Numbers.
 
 @cpu
-def test_write_tables_check_finds_no_stale_numbers(capsys):
-    assert write_tables.main(["--check"]) == 0, capsys.readouterr().out
+def test_write_docs_check_finds_nothing_stale(capsys):
+    assert write_docs.main(["--check"]) == 0, capsys.readouterr().out
 
 
 @cpu
@@ -78,9 +78,9 @@ def test_places_of_numbers_and_tables():
     pages = [page.read_text() for page in PAGES]
     for text in pages:
         comments = re.findall(r"(?<!`)<!-- (?:mean|least|most|count|span|value|meta)\b", text)
-        assert len(comments) == len(write_tables.NUMBER.findall(text))
+        assert len(comments) == len(write_docs.NUMBER.findall(text))
         assert not re.search(r"^\s*(- )?<!-- (mean|least|most|count|span|value|meta)\b", text, re.M)
-    assert {name for text in pages for _, name, _ in write_tables.BLOCK.findall(text)} == set(write_tables.TABLES)
+    assert {name for text in pages for _, name, _ in write_docs.BLOCK.findall(text)} == set(write_docs.TABLES)
 
 
 @cpu

@@ -1,31 +1,33 @@
-"""Fill the recorded numbers into README.md and docs/: the pages are written by people, with places for numbers in them.
+"""Fill the recorded numbers into README.md and docs/, and draw their pictures. People write the pages, with places for
+numbers in them.
 
-    python benchmarks/write_tables.py            # rewrite the files in place
-    python benchmarks/write_tables.py --check    # change nothing; exit code 1 if a file is stale
+    python benchmarks/write_docs.py            # rewrite what is stale
+    python benchmarks/write_docs.py --check    # change nothing; exit code 1 if a file is stale
 
 A comment such as `<!-- span .2f: forward.sm90 / cuDNN -->` stands before a number, not at the beginning of a line. It
 has a key of recorded.STATS, a format or none, and a quantity; recorded.py describes it. `<!-- meta: forward.rounds -->`
 is a fact of a record. The lines between `<!-- begin NAME -->` and `<!-- end NAME -->` are the table NAME of this file.
+A picture is stale when the digest that it holds is not that of its numbers and of the code that draws it.
 """
 
+import argparse
 import math
 import re
 import sys
 from functools import partial
 
-from recorded import COLUMNS, ROOT, by_setting, of, only, quoted, record, rewrite, values
+from recorded import COLUMNS, NAMES, ROOT, by_setting, of, only, quoted, record, table, values
 
-FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+from examples import train_tiny_gpt  # noqa: E402
+from minimal_attn.bench import pictures  # noqa: E402
+from minimal_attn.bench.tables import number  # noqa: E402
+
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
 NUMBER = re.compile(r"(<!-- (mean|least|most|count|span|value|meta)(?: ([,.\w]+))?: ((?:(?!-->).)*?) -->)"
                     r"\d(?:[\d,]*\d)?(?:\.\d+)?(?: to \d+(?:\.\d+)?)?")
-
-
-def table(headings, rows):
-    """Columns of numbers are aligned on the right."""
-    heading, *lines = (f"| {' | '.join(line)} |" for line in (headings, *rows))
-    aligned = ("---:" if all(re.fullmatch(r"[\d.–]*", cell) for cell in column) else "---" for column in zip(*rows))
-    return "\n".join([heading, f"|{'|'.join(aligned)}|", *lines]) + "\n"
 
 
 def cell(x, form=""):
@@ -161,8 +163,8 @@ def matmul():
 
 
 def training(name):
-    return table(["backend", "million tokens per second"],
-                 [[f"`{x}`", f"{tokens / 1e6:.2f}"] for x, tokens in record(name)["tokens_per_s"].items()])
+    rows = [[f"`{x}`", f"{tokens / 1e6:.2f}"] for x, tokens in record(name)["tokens_per_s"].items()]
+    return table(["backend", "million tokens per second"], rows)
 
 
 def host():
@@ -232,15 +234,100 @@ TABLES = {
 }
 
 
+FOLDER = ROOT / "benchmarks/h200"
+RUNS = ("forward.svg", "forward_bf16.svg", "heads.svg", "sm80.png", "backward.png", "fp32.png", "matmul.png",
+        "triton.png", "forward_backward.svg", "varlen.svg", "window.svg", "scores.svg", "decode.svg")
+IMPLS = {name: impl for impl, name in NAMES.items()}
+
+
+def run(name):
+    """A run of minimal-attn bench, of which forward_bf16 shows only one dtype. What runs in fp8 is beside bf16."""
+    content = record(name.removesuffix("_bf16"))
+    rows = [row | {"impl": f"{row['impl']}:fp8", "dtype": "bfloat16"} if row["dtype"] == "float8_e4m3fn" else row
+            for row in content["rows"] if not name.endswith("_bf16") or row["dtype"] == "bfloat16"]
+    return pictures.of_run(rows, content["meta"])
+
+
+def loss_curves(name):
+    content = record(name)
+    title = train_tiny_gpt.title_of(content["meta"])
+    return train_tiny_gpt.loss_curves, content["losses"], content["tokens_per_s"], title
+
+
+def ladder_bars(name):
+    peers, panels = [("FlashAttention-2 in torch", "", "sm80.FA2"), ("cuDNN", "", "forward.cuDNN")], {}
+    for dtype, (setting, steps) in LADDER.items():
+        bars = []
+        for step, _, impl in steps + peers * (dtype == "bf16"):
+            speed, is_ours = tflops(impl, setting), step.endswith(".cu")
+            bars.append((step, IMPLS.get(impl.split(".")[1], "manual"), speed, speed * is_ours, f"{speed:.0f}"))
+        file, full = {"fp32": ("fp32", "float32"), "bf16": ("forward", "bfloat16")}[dtype]
+        heading = f"{dtype}: {', '.join(setting.replace('=', ' ').split(',')[:4])}"
+        panels[heading] = sorted(bars, key=lambda bar: bar[2]), record(file)["meta"]["matmul_tflops"][full]
+    return pictures.bars, panels, "Attention forward pass on NVIDIA H200", "TFLOP/s", 1
+
+
+def model_bars(name):
+    """The times of whole models, and solid the part of attention."""
+    panels, content = {}, record(name)
+    for row in content["rows"]:
+        bars, _ = panels.setdefault(f"{PASSES[row['pass']]}, {row['seqlen']} tokens", ([], None))
+        text = number(row["ms"]) + (f" ({bars[0][2] / row['ms']:.2f}×)" if bars else "")
+        bars.append((pictures.STYLES[row["impl"]].label, row["impl"], row["ms"], row["attention_ms"], text))
+    title = "A Llama of {model[num_hidden_layers]} layers, bfloat16, on {device}".format(**content["meta"])
+    return pictures.bars, panels, title, "ms (solid: attention kernels)", 2
+
+
+def serving_curves(name):
+    curves, meta = {}, record(name)["meta"]
+    for row in of("serving,op=generate"):
+        curves.setdefault(row["impl"], []).append((row["requests"], row["tokens_per_s"]))
+    panels = {f"prompts of {meta['prompt']} tokens, {meta['new_tokens']} new ones": curves}
+    labels = "requests at once", "tokens per second"
+    return pictures.curves, panels, f"Continuous batching on {meta['device']}", labels
+
+
+def efficiency_curves(name):
+    panels, meta = {}, record(name)["meta"]
+    for row in record(name)["rows"]:
+        if row["efficiency"] is not None:
+            heading = f"{row['pass'].replace('_', ' and ')}, {row['nheads_k']} key heads"
+            panels.setdefault(heading, {}).setdefault(row["impl"], []).append((row["seqlen_q"], row["efficiency"]))
+    title = f"Causal attention on {meta['ranks']} {meta['device']}, {meta['nheads']} heads, D {meta['head_dim']}"
+    return pictures.curves, panels, title, ("tokens", "efficiency")
+
+
+# What draw() draws into each file.
+PICTURES = {**dict.fromkeys(RUNS, run), "training.png": loss_curves, "training_16k.png": loss_curves,
+            "ladder.svg": ladder_bars, "models.svg": model_bars, "serving.svg": serving_curves,
+            "../h200x2/context_parallel.svg": efficiency_curves}
+
+
 def rewritten(text):
     text = BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
     return NUMBER.sub(lambda found: found[1] + quoted(found[2], found[3], found[4]), text)
 
 
+def stale():
+    """Yields each stale file, and a function that writes it."""
+    for file in PAGES:
+        if file.read_text() != (text := rewritten(file.read_text())):
+            yield file, partial(file.write_text, text)
+    for name, drawn in PICTURES.items():
+        file, (make, *args) = (FOLDER / name).resolve(), drawn(name.rpartition(".")[0])
+        if pictures.digest_in(file) != pictures.digest_of(make, args):
+            yield file, partial(pictures.draw, file, make, *args)
+
+
 def main(argv=None):
-    texts = {file: rewritten(file.read_text()) for file in FILES}
-    stale = [(file, partial(file.write_text, text)) for file, text in texts.items() if text != file.read_text()]
-    return rewrite(stale, __doc__.splitlines()[0], argv)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is stale")
+    check, found = parser.parse_args(argv).check, list(stale())
+    for file, write in found:
+        if not check:
+            write()
+        print(f"{file.relative_to(ROOT)} is {'stale: run make docs' if check else 'rewritten'}")
+    return int(check and bool(found))
 
 
 if __name__ == "__main__":
