@@ -45,8 +45,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
                     max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
                     seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
-                    alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None,
-                    **unknown) -> Tensor | tuple[Tensor, Tensor]:
+                    alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None, attention_chunk: int = 0,
+                    return_max_logits: bool = False, **unknown) -> Tensor | tuple[Tensor, ...]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
     q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Only a last
@@ -78,6 +78,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             which is slower. With it, "triton" takes its tiles from a table and times nothing. All else of these two
             backends repeats bitwise anyway; "torch" and "reference" repeat as far as torch's operations do.
         return_lse: also return each row's log-sum-exp, of the scores before dropout.
+        return_max_logits: also return each row's largest score, after softcap, ALiBi and attn_bias, without sinks: for
+            QK-clip (Kimi Team, Kimi K2, 2025, section 2.1). It has no gradient.
         backend: "cuda" (csrc; on CPU tensors flash.cu compiled for the CPU), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors, "triton" for
             float8 CUDA tensors and "cuda" for all other CUDA tensors. If csrc cannot be built, it takes "triton", and
@@ -90,6 +92,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         window_size: (left, right). Query row i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right, both inclusive, where seqlen_q and seqlen_k are the lengths of its sample;
             -1 or None is no bound. causal=True makes right 0. Blocks of keys outside are skipped.
+        attention_chunk: positions i + seqlen_k - seqlen_q of rows and j of keys are in chunks of so many, and a row
+            sees only keys of its own chunk, as in Llama 4; 0 is none. Together with causal and window_size.
         cu_seqlens_q, cu_seqlens_k: for a packed batch of B samples, whose rows lie one after the other: q is
             (1, H, Tq, D), k and v are (1, Hk, Tk, D). int32 (B + 1,), contiguous, on q's device. Sample b has the rows
             from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] to the next entry. The first entry is 0, the others
@@ -130,8 +134,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
     Returns:
         out, of q's shape, with v's head_dim, and q's dtype; bfloat16 for float8, autocast's dtype under torch.autocast.
-        With return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A
-        row that sees no key has out 0 and lse -inf, or its sink. Empty batches and lengths of 0 give empty or zero
+        With return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log.
+        With return_max_logits, max_logits of lse's shape and dtype is the last of the tuple. A row that sees no key has
+        out 0, max_logits -inf and lse -inf, or its sink. Empty batches and lengths of 0 give empty or zero
         outputs. NaN or inf in a key or value that some rows see may also reach rows of the same sample and head that do
         not see it.
 
@@ -153,13 +158,15 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{hint}")
     if max_seqlen_q is not None or max_seqlen_k is not None:
         check_max_seqlens(max_seqlen_q, max_seqlen_k)
-    if seq_lens is q_descale is k_descale is v_descale is alibi_slopes is attn_bias is None:
+    if (seq_lens is q_descale is k_descale is v_descale is alibi_slopes is attn_bias is None
+            and attention_chunk == 0 and return_max_logits is False):
         result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, window_size,
                            (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
         if result is not None:
             return result
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
-                    dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, autotune=autotune,
+                    attention_chunk=attention_chunk, dropout_p=dropout_p, dropout_seed=dropout_seed,
+                    return_max_logits=return_max_logits, deterministic=deterministic, autotune=autotune,
                     q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=return_lse)
     return attend(q, k, v, given, causal, window_size, backend, seq_lens, max_seqlen_k)
 
@@ -205,7 +212,7 @@ def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seql
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     if is_known(q.numel() == 0) or is_known(k.numel() == 0):
         # Nothing to launch. The reference's empty products leave the outputs in the graph of inputs that require grad.
-        out, lse = reference.BACKEND.forward(q, k, v, options)
+        out, *more = reference.BACKEND.forward(q, k, v, options)
     else:
         q, k, v = (x if is_known(x.stride(-1) == 1) else x.contiguous() for x in (q, k, v))
         # Kernels, the backends without forward mode, do not add up gradients of keys that samples share.
@@ -213,10 +220,11 @@ def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seql
                 map(wants_gradient, (q, k, v, *options.differentiable))):
             k, v, lengths = with_own_keys(k, v, options.lengths, max_seqlen_k)
             options = options.with_lengths(lengths)
-        out, lse = chosen.forward(q, k, v, options)
+        out, *more = chosen.forward(q, k, v, options)
+    result = out, *(more if options.return_lse else more[1:])
     if is_3d:
-        out, lse = out.squeeze(1), lse.squeeze(1) if options.return_lse else None
-    return (out, lse) if options.return_lse else out
+        result = tuple(x.squeeze(1) for x in result)
+    return result if len(result) > 1 else result[0]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
                            leftpad_k: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
                            max_seqlen_q: int | Tensor | None = None, seqused_q: Tensor | None = None,
                            causal: bool = False, sm_scale: float | None = None,
-                           window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
+                           window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0, softcap: float = 0,
                            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, num_splits: int = 0,
                            return_lse: bool = False, k: Tensor | None = None, v: Tensor | None = None,
                            cu_seqlens_k_new: Tensor | None = None, rotary_cos: Tensor | None = None,
@@ -54,14 +54,14 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         max_seqlen_q: an upper bound of the lengths in cu_seqlens_q, by which kernels are chosen and memory is reserved:
             a tight one is faster. Longer samples are served without splits. A tensor is never read, and counts as None.
         seqused_q: int32 (B,): how many rows of a sample are valid, as of flash_attention.
-        causal, window_size, sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of flash_attention. The
-            last row sees the last key.
+        causal, window_size, attention_chunk, sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of
+            flash_attention. The last row sees the last key.
         num_splits: into how many parts at most the keys of a sample are split, 1 to 256, by its own lengths alone. Then
             its bits do not depend on its batch. 0: as is fastest; "cuda" then looks at the lengths of the whole batch.
         k, v, cu_seqlens_k_new, rotary_seqlens: as append_to_kvcache. seqused_k must then be given; it counts the keys
             before the append, and seqlen_k counts old and new ones. Under torch.autocast, k and v are cast as q is.
         rotary_cos, rotary_sin, rotary_interleaved: as append_to_kvcache, for k and for q: row t of a sample's q as at
-            position rotary_seqlens[b] + t with causal or with a window, else all rows as at rotary_seqlens[b].
+            position rotary_seqlens[b] + t with causal, a window or chunks, else all rows as at rotary_seqlens[b].
         tree_mask: bool (Sq, Sq) or (B, Sq, Sq), Sq at most 64, for a draft that branches: row i sees the j-th of the
             last seqlen_q keys of its sample where tree_mask[..., i, j], and all keys before them. It takes the place
             of causal. Or int64 (Sq,) or (B, Sq), as pack_tree_mask gives it. These keys must be finite, also where no
@@ -74,10 +74,11 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
     Raises:
         As append_to_kvcache and flash_attention, before anything is written. The values of page_table, cache_batch_idx,
         leftpad_k and lengths are checked for CPU tensors. On a GPU they are clamped, so that nothing outside is read.
-        NotImplementedError: also tree_mask together with cu_seqlens_q, window_size, alibi_slopes or rotary_cos.
+        NotImplementedError: also tree_mask together with cu_seqlens_q, window_size, attention_chunk, alibi_slopes or
+        rotary_cos.
     """
     given = Options(cu_seqlens_q, None, seqused_q, seqused_k, sinks, alibi_slopes, None, sm_scale, softcap,
-                    return_lse=return_lse)
+                    attention_chunk=attention_chunk, return_lse=return_lse)
     cache = Cache(page_table, cache_batch_idx, leftpad_k, tree_mask, num_splits, max_seqlen_q)
     append = Append(cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
                     rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved)
@@ -98,11 +99,13 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
         check_number("max_seqlen_q", cache.max_seqlen_q)
     check_number("num_splits", cache.num_splits)
     options = checked_options(given, q, k_cache, causal, window_size, names=names, is_whole=False)
-    has_window, tree_mask, max_seqlen_q = options.window != NO_WINDOW, cache.tree_mask, cache.max_seqlen_q
+    has_window = options.window != NO_WINDOW or options.attention_chunk > 0
+    tree_mask, max_seqlen_q = cache.tree_mask, cache.max_seqlen_q
     if tree_mask is not None:
         tree_mask = check_tree_mask(tree_mask, q, causal, {
             "cu_seqlens_q": (options.lengths.is_packed, "give a padded q, and seqused_q"),
-            "window_size": (has_window, "hide keys by tree_mask or leftpad_k"),
+            "window_size": (options.window != NO_WINDOW, "hide keys by tree_mask or leftpad_k"),
+            "attention_chunk": (options.attention_chunk > 0, "hide keys by tree_mask or leftpad_k"),
             "alibi_slopes": (options.alibi_slopes is not None, "places in the cache are not positions in the text"),
             "rotary_cos": (append.rotary_cos is not None, "rotate q and k by the depths of their tokens before")})
     is_bound = is_int(max_seqlen_q) and is_static(max_seqlen_q)

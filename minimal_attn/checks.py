@@ -181,11 +181,13 @@ A_BOOL, A_SIZE = Number("a bool", lambda x: isinstance(x, bool)), Number("an int
 LENGTH, BOUND = A_SIZE._replace(low=0), Number(  # a tensor is never read
     "None, an int or a tensor of one element", lambda x: x is None or is_int(x) or _is_scalar(x), 0)
 NUMBERS = {
-    **dict.fromkeys(("causal", "deterministic", "rotary_interleaved", "is_causal", "enable_gqa"), A_BOOL),
+    **dict.fromkeys(("causal", "deterministic", "return_max_logits", "rotary_interleaved", "is_causal",
+                     "enable_gqa"), A_BOOL),
     "sm_scale": Number("None or one real number", lambda x: x is None or _is_real(x) or _is_scalar(x), -MAX_SCALE,
                        MAX_SCALE),
     "dropout_p": Number("a number", _is_real, 0, 1),
     "softcap": Number("a number", _is_real, 0, MAX_SCALE),  # kernels keep it in fp32
+    "attention_chunk": Number("an int", is_int, 0),
     "num_splits": Number("an int", is_int, 0, MAX_SPLITS),  # 0 leaves it to the kernel
     "max_seqlen_q": BOUND, "max_seqlen_k": BOUND, "batch": LENGTH, "seqlen": LENGTH,
     **dict.fromkeys(("block_size", "embed_dim", "num_heads", "num_heads_k"), A_SIZE),
@@ -591,6 +593,8 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     softmax_scale is 1/sqrt(D). q and k are checked, and so are lengths unless k holds the keys of whole samples."""
     check_number("causal", causal)
     check_number("deterministic", given.deterministic)
+    check_number("return_max_logits", given.return_max_logits)
+    check_number("attention_chunk", given.attention_chunk)
     scale = given.softmax_scale
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(check_number("sm_scale", scale, names))
     lengths = check_lengths(given.lengths, seq_lens, q, k, names) if is_whole else given.lengths

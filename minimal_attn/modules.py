@@ -43,6 +43,7 @@ class FlashMHA(nn.Module):
         device, dtype: of the parameters. The backend decides which dtypes it takes (flash_attention); all take float32.
         backend: of flash_attention.
         window_size: of flash_attention: how many positions before and after its own a position sees.
+        attention_chunk: of flash_attention; not with a context_parallel_group.
         context_parallel_group: a torch.distributed.ProcessGroup over which sequences are split, in the zigzag layout of
             distributed.shard; None: they are not.
 
@@ -52,7 +53,7 @@ class FlashMHA(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int, num_heads_k: int | None = None, bias: bool = True,
                  dropout: float = 0.0, causal: bool = False, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None, backend: str = "auto", window_size: tuple[int, int] = NO_WINDOW,
-                 context_parallel_group: "torch.distributed.ProcessGroup | None" = None):
+                 context_parallel_group: "torch.distributed.ProcessGroup | None" = None, attention_chunk: int = 0):
         super().__init__()
         num_heads_k = num_heads if num_heads_k is None else num_heads_k
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_heads_k", num_heads_k)):
@@ -65,13 +66,17 @@ class FlashMHA(nn.Module):
         check_head_dim(head_dim, f" (embed_dim {embed_dim} / num_heads {num_heads})")
         dropout = check_number("dropout_p", dropout, {"dropout_p": "dropout"})
         check_number("causal", causal)
+        check_number("attention_chunk", attention_chunk)
         check_window_size(window_size)
         check_choice("backend", backend, ("auto", *BACKENDS))
         if context_parallel_group is not None:
+            if attention_chunk:
+                raise NotImplementedError("attention_chunk is not supported with context_parallel_group")
             shards_of(context_parallel_group, "zigzag")
         self.context_parallel_group = context_parallel_group
         self.embed_dim, self.num_heads, self.num_heads_k, self.head_dim = embed_dim, num_heads, num_heads_k, head_dim
         self.dropout, self.causal, self.window_size, self.backend = dropout, causal, window_size, backend
+        self.attention_chunk = attention_chunk
         self.Wqkv = nn.Linear(embed_dim, (num_heads + 2 * num_heads_k) * head_dim, bias, device, dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
         self.reset_parameters()
@@ -176,7 +181,7 @@ class FlashMHA(nn.Module):
                 packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, key_padding_mask)
                 out = self.forward(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
                 return pad_input(out, indices, *x.shape[:2])
-            if check_window_size(self.window_size) != NO_WINDOW:
+            if check_window_size(self.window_size) != NO_WINDOW or self.attention_chunk:
                 raise ValueError("windows count the positions that key_padding_mask leaves, which cannot be packed "
                                  "together with attn_mask: give one of the two")
             x = x.masked_fill(~key_padding_mask[..., None], 0)  # what no position sees must be finite
@@ -200,12 +205,12 @@ class FlashMHA(nn.Module):
             attn_mask = (attn_mask & is_valid if attn_mask.dtype == torch.bool else
                          torch.where(is_valid, attn_mask, -math.inf))
         out = None
-        if seq_lens is attn_mask is None:
+        if seq_lens is attn_mask is None and self.attention_chunk == 0:
             out = fast_path(q, k, v, self.causal, None, False, False, False, self.window_size,
                             (cu_seqlens, cu_seqlens, None, None), None, dropout_p, 0, self.backend)
         if out is None:
             given = Options(cu_seqlens, cu_seqlens, attn_bias=attn_mask, softmax_scale=None, dropout_p=dropout_p,
-                            return_lse=False)
+                            attention_chunk=self.attention_chunk, return_lse=False)
             out = attend(q, k, v, given, self.causal, self.window_size, self.backend, seq_lens, names=NAMES)
         out = self._projected(out, x)
         return out if key_padding_mask is None else out.masked_fill(~key_padding_mask[..., None], 0)
@@ -214,5 +219,6 @@ class FlashMHA(nn.Module):
         return self.out_proj(out.transpose(1, 2).flatten(2).view(x.shape))
 
     def extra_repr(self) -> str:
-        names = "embed_dim", "num_heads", "num_heads_k", "dropout", "causal", "window_size", "backend"
+        names = ("embed_dim", "num_heads", "num_heads_k", "dropout", "causal", "window_size", "attention_chunk",
+                 "backend")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

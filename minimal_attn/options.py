@@ -50,7 +50,7 @@ class Lengths(NamedTuple):
 class Options(NamedTuple):
     """The one table of options: the arguments of a call beside q, k and v. A caller's become checked ones in checks.py.
 
-    The first 13 are the arguments of every op after q, k and v, as OPTIONS in csrc/ops/params.h. The ops of csrc also
+    The first 15 are the arguments of every op after q, k and v, as OPTIONS in csrc/ops/params.h. The ops of csrc also
     take deterministic, and those of triton_ref autotune and the descales. Every backend gets all options and takes
     those that it knows.
     """
@@ -69,9 +69,11 @@ class Options(NamedTuple):
     # lengths of its sample. -1 is no bound, and (-1, 0) is causal.
     window_left: int = -1
     window_right: int = -1
+    attention_chunk: int = 0  # a row sees only keys of its own chunk of so many positions; 0: no chunks
     dropout_p: float = 0.0
     # int64, contiguous; None without dropout. One element, or a dropout.seed_with_origins.
     dropout_seed: Tensor | None = None
+    return_max_logits: bool = False
     deterministic: bool = False
     autotune: bool = True
     q_descale: Tensor | None = None  # of q, k and v in fp8: float32 (B, Hk), contiguous, or None
@@ -199,8 +201,9 @@ def schema_of(*tables: type, fields: Sequence[str] | None = None) -> str:
 class Backend:
     """One implementation behind the facade."""
 
-    # (q, k, v, options) -> (out, lse): checked 4D inputs with a contiguous last dimension. out has the head_dim of v.
-    forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor | None]]
+    # (q, k, v, options) -> (out, lse) or, with return_max_logits, (out, lse, max_logits): checked 4D inputs with a
+    # contiguous last dimension. out has the head_dim of v.
+    forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, ...]]
     dtypes: tuple
     has_forward_mode: bool  # of its derivatives; all backends have those of a backward pass, but for fp8
     # (q, k_cache, v_cache, options, cache) -> (out, lse), as forward; without gradients. q may be packed.

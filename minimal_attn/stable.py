@@ -72,7 +72,7 @@ class Library:
         return *output, reason and reason.decode()
 
     def flash_forward(self, *inputs):
-        """(out, lse, why a call in 16 bits does without tensor cores, or None), without autograd."""
+        """(out, lse, max_logits, why a call in 16 bits does without tensor cores, or None), without autograd."""
         return self._with_reason(_below_autograd(torch.ops.minimal_attn.flash_forward.default, *inputs))
 
     def differentiable_forward(self, *inputs):
@@ -97,8 +97,8 @@ class Library:
         if seq_major and is_packed:
             heads_first = [x.unsqueeze(0) for x in heads_first]
         try:
-            out, lse, slow_because = attend(*heads_first, *lengths, sinks, None, None, scale, 0.0, left,
-                                            0 if causal else right, 0.0, None, deterministic)
+            out, lse, _, slow_because = attend(*heads_first, *lengths, sinks, None, None, scale, 0.0, left,
+                                               0 if causal else right, 0, 0.0, None, False, deterministic)
         except ValueError:  # the checks in Python say it in the words of the caller
             return None
         if slow_because:

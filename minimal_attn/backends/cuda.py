@@ -43,14 +43,15 @@ def _forward(q, k, v, options):
             choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
             if choice and choice[1]:
                 _warn_slow(choice[1])
-        return torch.ops.minimal_attn.flash_forward(*inputs)  # tensors alone, not why it is slow
+        out, lse, max_logits = torch.ops.minimal_attn.flash_forward(*inputs)  # without why it is slow
+        return (out, lse, max_logits) if options.return_max_logits else (out, lse)
     library = _build.load()
     needs_grad = any(map(wants_gradient, (q, k, v, *options.differentiable)))
     attend = library.differentiable_forward if needs_grad else library.flash_forward
-    out, lse, slow_because = attend(*inputs)
+    out, lse, max_logits, slow_because = attend(*inputs)
     if slow_because:
         _warn_slow(slow_because)
-    return out, lse
+    return (out, lse, max_logits) if options.return_max_logits else (out, lse)
 
 
 ON_TENSOR_CORES = torch.float16, torch.bfloat16  # which decode.cu needs

@@ -53,16 +53,18 @@ def _forward(q, k, v, options):
     # SDPA takes none of these, and on a GPU no mask that is wider than q, as ALiBi and a bias in fp32 may be.
     is_wide = options.alibi_slopes is not None and sum_dtype(q.dtype) != q.dtype or (
         options.attn_bias is not None and options.attn_bias.dtype not in (torch.bool, q.dtype))
-    if options.dropout_seed is not None or options.sinks is not None or options.softcap > 0 or is_wide:
+    if (options.dropout_seed is not None or options.sinks is not None or options.softcap > 0 or is_wide
+            or options.return_max_logits):
         return reference_forward(q, k, v, options)
     if options.lengths.is_packed:
         return as_padded(_forward, q, k, v, options)
     window, lengths, softmax_scale = options.window, options.lengths, options.softmax_scale
-    is_causal, has_lengths = window == (-1, 0), lengths.are_given
+    chunk, has_lengths = options.attention_chunk, lengths.are_given
+    is_causal = window == (-1, 0) and chunk == 0
     # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
     square_causal = is_causal and is_known(q.shape[2] == k.shape[2]) and not (has_lengths or options.has_scores)
     is_grouped = not is_known(q.shape[1] == k.shape[1])
-    visible = None if square_causal else visible_keys(q.shape[2], k.shape[2], window, lengths, q.device)
+    visible = None if square_causal else visible_keys(q.shape[2], k.shape[2], window, lengths, q.device, chunk)
     if visible is not None and (has_lengths or not is_causal or not is_known(q.shape[2] <= k.shape[2])):
         q, k, v = without_padding(q, k, v, visible)
     mask = as_attn_mask(q, k, options, visible)
@@ -79,7 +81,7 @@ def _forward(q, k, v, options):
     if not options.return_lse:
         return out, None
     if square_causal:
-        mask = visible_keys(q.shape[2], k.shape[2], window, lengths, q.device)
+        mask = visible_keys(q.shape[2], k.shape[2], window, lengths, q.device, chunk)
     return out, _lse(q, k, softmax_scale, mask)
 
 

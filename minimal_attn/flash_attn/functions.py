@@ -48,8 +48,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
         out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result is copied into it. Not
             with gradients.
         s_aux, learnable_sink, sinks: three names of the sinks (H,), those of flash-attn 3, flash-attn 4 and vLLM.
-        q_descale, k_descale, v_descale, qv, attention_chunk, score_mod, mask_mod, aux_tensors: only their defaults are
-            supported.
+        q_descale, k_descale, v_descale, qv, score_mod, mask_mod, aux_tensors: only their defaults are supported.
         num_splits, pack_gqa, sm_margin, fa_version: change nothing.
         All others: as flash_attention.
 
@@ -69,10 +68,11 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
                            sinks, dropout_p, softcap, backend)
         if result is not None:
             return (*result, None) if return_attn_probs else result
-    refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
-           attention_chunk=attention_chunk, score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
+    refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, score_mod=score_mod,
+           mask_mod=mask_mod, aux_tensors=aux_tensors)
     given = Options(sinks=sinks, alibi_slopes=alibi_slopes, softmax_scale=softmax_scale, softcap=softcap,
-                    dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse)
+                    attention_chunk=attention_chunk, dropout_p=dropout_p, dropout_seed=dropout_seed,
+                    deterministic=deterministic, return_lse=return_lse)
     return _attend(_names, q, k, v, given, out, return_attn_probs, causal, window_size, backend)
 
 
@@ -123,14 +123,15 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
                            (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
         if result is not None:
             return (*result, None) if return_attn_probs else result
-    refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
-           attention_chunk=attention_chunk, score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors,
-           dynamic_causal=dynamic_causal, min_seqlen_k=min_seqlen_k, gather_kv_indices=gather_kv_indices)
+    refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, score_mod=score_mod,
+           mask_mod=mask_mod, aux_tensors=aux_tensors, dynamic_causal=dynamic_causal, min_seqlen_k=min_seqlen_k,
+           gather_kv_indices=gather_kv_indices)
     if cu_seqlens_q is None:
         raise ValueError(f"{_names['function']}: {_names.get('cu_seqlens_q', 'cu_seqlens_q')} must be given; "
                          "flash_attn_func takes batches without it")
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, None, softmax_scale, softcap,
-                    dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse)
+                    attention_chunk=attention_chunk, dropout_p=dropout_p, dropout_seed=dropout_seed,
+                    deterministic=deterministic, return_lse=return_lse)
     if block_table is not None or page_table is not None:
         return _attend_pages(_names, q, k, v, given, block_table, page_table, max_seqlen_q, num_splits, out,
                              return_attn_probs, causal, window_size, backend)

@@ -23,11 +23,11 @@ def positions(seqlen_q, seqlen_k, lengths, device):
     return rows, cols, rows + seqlen_k - seqlen_q
 
 
-def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
+def visible_keys(seqlen_q, seqlen_k, window, lengths, device, chunk=0):
     """Which keys a row of a padded batch sees: bool, broadcastable to (B, H, Sq, Sk), or None when every row sees every
-    key. window and lengths as in Options."""
+    key. window, lengths and chunk (attention_chunk) as in Options."""
     (left, right), seqused_q, seqused_k = window, lengths.seqused_q, lengths.seqused_k
-    if left < 0 and right < 0 and seqused_q is seqused_k is None:
+    if left < 0 and right < 0 and chunk == 0 and seqused_q is seqused_k is None:
         return None
     rows, cols, own = positions(seqlen_q, seqlen_k, lengths, device)
     mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
@@ -39,6 +39,8 @@ def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
         mask = mask & (cols >= own - left)
     if right >= 0:
         mask = mask & (cols <= own + right)
+    if chunk > 0:
+        mask = mask & (cols // chunk == own // chunk)
     return mask
 
 

@@ -24,11 +24,12 @@ from torch.nn.functional import pad
 from .. import _build
 from ..backends.cuda import _warn_slow
 from ..checks import NO_WINDOW
+from ..options import OF_OP, Lengths, Options
 
 HALVES = torch.float16, torch.bfloat16
 # Windows by is_causal, of which "top left" stands for one that the numbers of rows and keys tell.
 BOTTOM_RIGHT, TOP_LEFT = {False: NO_WINDOW, True: (-1, 0)}, {False: NO_WINDOW, True: "top left"}
-NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+NO_LENGTHS = Lengths()
 
 
 def _leave_if(*conditions):
@@ -39,8 +40,8 @@ def _leave_if(*conditions):
 def _attend(q, k, v, scale, window, bias=None, lengths=NO_LENGTHS):
     """(out, lse) of q (B, H, Sq, D)."""
     k, v, scale, window = _checked(q, k, v, scale, window)
-    out, lse, slow_because = _build.load().flash_forward(q, k, v, *lengths, None, None, bias, scale, 0.0, *window, 0.0,
-                                                         None, False)
+    out, lse, _, slow_because = _build.load().flash_forward(
+        q, k, v, *Options.of(scale, window, lengths, attn_bias=bias)[:OF_OP + 1])
     if slow_because:
         _warn_slow(slow_because)
     return out, lse
@@ -56,8 +57,8 @@ def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LEN
     if lse is None or lse.shape[2] < q.shape[2]:
         _, lse = _attend(q, seen_k, seen_v, scale, window, bias, lengths)
     dq, dk, dv, _, dbias = torch.ops.minimal_attn.flash_backward.default(
-        dout, None, q, seen_k, seen_v, out, lse.contiguous(), *lengths, None, None, bias, scale, 0.0, *window, 0.0,
-        None, torch.are_deterministic_algorithms_enabled(), needed[0], needed[1] or needed[2], False, needed[3])
+        dout, None, q, seen_k, seen_v, out, lse.contiguous(), *Options.of(scale, window, lengths, attn_bias=bias).of_op(),
+        torch.are_deterministic_algorithms_enabled(), needed[0], needed[1] or needed[2], False, needed[3])
     gradients = dq, _with_all_keys(dk, k), _with_all_keys(dv, v), dbias
     return [x if is_needed else None for x, is_needed in zip(gradients, needed)]
 

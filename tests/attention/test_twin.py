@@ -154,7 +154,7 @@ def test_fp8_of_batches(batch):
             x[b, :, part] *= factor
     sinks, = make_sinks(batch, torch.float32, DEVICE) or [None]
     scores = batch.tensors(torch.float32, DEVICE, seed=1)
-    want, want_lse = by_loop(batch, *exact, sinks, **scores)
+    want, want_lse, _ = by_loop(batch, *exact, sinks, **scores)
     options = batch.options(DEVICE) | descales | scores | dict(sinks=sinks, softcap=batch.softcap, return_lse=True)
     for backend in ("triton", "reference"):
         out, lse = flash_attention(q, k, v, **options, backend=backend)
@@ -310,7 +310,7 @@ def test_nan_before_every_window_by_descriptors(batch, descriptors):
 def test_no_gradients_of_keys_that_samples_share(forward, monkeypatch):
     q, k, v, _, _ = make(SHARED_KEYS, torch.float32, DEVICE)
     options = Options.of(0.3, (-1, 0), Lengths(**SHARED_KEYS.lengths(DEVICE)))
-    out, _ = forward(q.requires_grad_(), k, v, *options.of_op(), True, None, None, None)
+    out, *_ = forward(q.requires_grad_(), k, v, *options.of_op(), True, None, None, None)
     monkeypatch.setattr(attention_bwd, "Launch", None)  # nothing may be launched
     with pytest.raises(NotImplementedError, match="key ranges may overlap"):
         out.sum().backward()

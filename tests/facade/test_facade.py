@@ -409,7 +409,7 @@ def test_op_refuses_what_would_read_out_of_bounds():
         with pytest.raises(ValueError, match="seqused_q"):
             op(q, k, v, *Options.of(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
     seq_lens = torch.tensor([-5, 2**31 - 1], dtype=torch.int32)  # clamped to 0 and to 20
-    out, _ = op(q, k, v, *Options.of(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
+    out, *_ = op(q, k, v, *Options.of(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
     assert (out[0] == 0).all() and out[1].isfinite().all() and (out[1] != 0).any()
 
 
