@@ -2,10 +2,7 @@
 their positions (Su et al., RoFormer, 2021), and counts the keys.
 
 A program has one row of some heads: a new row of K and V, or a row of q. The last programs have the lengths. Nothing
-outside of the cache is written, whatever lengths, tables and slots say.
-
-Read next: decode.py, attention to the cache.
-"""
+outside of the cache is written, whatever lengths, tables and slots say. Read next: decode.py."""
 
 import torch
 import triton

@@ -4,12 +4,10 @@ P is formed again from lse. With dP = dO Vᵀ and delta = rowsum(dO ∘ O), dS =
 dV = Pᵀ dO, dK = softmax_scale · dSᵀ Q, dQ = softmax_scale · dS K; d lse / d S = P makes dlse a part of delta. A sink is
 a score whose value is 0, and thus its dP: its gradient is the sum of -P · delta.
 
-The kernel of preprocess.py computes delta, and what each row adds to dsinks. Those of attention_bwd_kernels.py compute
-dK and dV, dQ, and the gradient of a bias. Q Kᵀ and dO Vᵀ are therefore formed twice, but there are no atomics, and
-every run gives the same bits. There is no workspace of Q's size, except where programs share a block of keys.
+dK and dV come from one kernel and dQ from another. Q Kᵀ and dO Vᵀ are therefore formed twice, but there are no atomics,
+and every run gives the same bits. There is no workspace of Q's size, except where programs share a block of keys.
 
-Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: attention_bwd_kernels.py,
-the kernels.
+Tri Dao, FlashAttention-2, 2023, Algorithm 2, which adds dQ up in memory instead. Read next: attention_bwd_kernels.py.
 """
 
 import contextlib
@@ -24,19 +22,16 @@ from minimal_attn.options import Lengths
 
 from . import autotune as tuner
 from .attention import Tile, block_d, can_use_tma, config_of, in_float
-from .attention_bwd_kernels import (_flash_bwd_bias, _flash_bwd_kv, _flash_bwd_kv_packed, _flash_bwd_q,
-                                    _flash_bwd_q_packed, _splits_of)
+from .attention_bwd_kernels import (PAD, _flash_bwd_bias, _flash_bwd_kv, _flash_bwd_kv_packed, _flash_bwd_q,
+                                    _flash_bwd_q_packed, _preprocess, _preprocess_packed, _splits_of)
 from .dropout import count_and_scale, seed_of
 from .launching import (INTERPRETING, Launch, kind_of, mask_of, num_samples, plan_key, properties, remember, sum_splits,
                         to_float)
-from .preprocess import launch_preprocess, padded_rows
-from .scores import bias_bytes, score_constants, score_options
+from .scores import bias_bytes, score_strides, score_options
 from .sequence import num_slots, strides_of
 
-# (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and the larger of kBlockD and kBlockDv, as TILES in
-# attention.py: rows and keys of a tile. dK and dV take two sums and two operands, twice the registers of dQ. So a
-# program has fewer keys of its own for them than rows for dQ. At head_dim 256, the larger tiles need 200 KB of shared
-# memory.
+# Rows and keys of a tile, num_warps and num_stages, as TILES in attention.py. dK and dV take two sums and two operands,
+# twice the registers of dQ. So a program has fewer keys of its own for them than rows for dQ.
 KV_TILES = {
     (4, 64): [(32, 32, 4, 1)],
     (4, 128): [(16, 32, 4, 1)],
@@ -45,7 +40,7 @@ KV_TILES = {
     (2, 128): [(64, 64, 4, 2), (32, 64, 4, 2)],
     (2, 256): [(64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)],
 }
-# In 16 bits with scores that something changes, which takes registers: by the larger of kBlockD and kBlockDv.
+# In 16 bits with scores that something changes, which takes registers.
 SCORES_KV_TILES = {64: [(64, 64, 8, 2), (64, 64, 4, 2)], 128: [(64, 64, 8, 2), (32, 64, 8, 2)],
                    256: [(32, 64, 8, 2), (32, 32, 4, 1)]}
 Q_TILES = {
@@ -60,21 +55,17 @@ Q_TILES = {
 
 @functools.cache
 def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=None, bias_bytes=0, has_scores=False):
-    """Launch options to choose from; the first is the choice without tuning.
+    """Launch options to choose from, as those of attention.py.
 
     Args:
         side: "kv" or "q", whose gradients the kernel computes.
-        dtype, head_dim: of q.
-        max_shared_memory: bytes that one program can have; 227 KB on Hopper.
-        head_dim_v: of v, if it is another.
-        bias_bytes: of a bias, for each score. has_scores: something changes the scores.
+        has_scores: something changes the scores.
     """
     kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v or head_dim)
     largest = max(kBlockD, kBlockDv)
 
     def fits(kBlockM, kBlockN, num_warps, num_stages):
-        """Two tiles of the program's own block, and num_stages of each of the two that the loop loads."""
-        own, other = (kBlockN, kBlockM) if side == "kv" else (kBlockM, kBlockN)
+        own, other = (kBlockN, kBlockM) if side == "kv" else (kBlockM, kBlockN)  # two tiles of each
         of_tiles = 2 * (own + num_stages * other) * largest * dtype.itemsize
         return of_tiles + num_stages * kBlockM * kBlockN * bias_bytes + 4096 <= max_shared_memory
 
@@ -86,13 +77,12 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=
 
 
 def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
-    """How many programs share a block of keys that `group` query heads read: num_splits of
-    csrc/common/bwd_workspace.cuh, which says why. Here a split has whole heads. The kernel calls _splits_of with the
-    rows of its sample and this result as max_splits. That is of the padded lengths. Where seqused_q and seqused_k
-    differ, a sample may thus have another number of splits than it would have alone, and the last bits of its dK and dV
-    depend on the padding.
+    """How many programs at most share a block of keys that `group` query heads read: num_splits of
+    csrc/common/bwd_workspace.cuh, which says why. Here a split has whole heads. A packed batch, whose lengths the host
+    does not know, has 1.
 
-    The result is 1 for a packed batch, whose lengths the host does not know."""
+    It is of the padded lengths. Where seqused_q and seqused_k differ, a sample may thus have another number of splits
+    than alone, and the last bits of its dK and dV depend on the padding."""
     if is_packed:
         return 1
     rows = group * seqlen_q
@@ -100,10 +90,25 @@ def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
 
 
 def _has_empty_rows(q, k, lengths, window):
-    """Whether lengths or a window may leave rows without a key. The host does not read lengths. It sees whether those
-    of q and of k are one tensor: then a sample has more rows than keys only where q is longer than k."""
+    """Whether lengths or a window may leave rows without a key. The host does not read lengths, but where those of q and
+    of k are one tensor, a sample has more rows than keys only if q is longer than k."""
     used_q, used_k = (None if x is None else x.data_ptr() for x in (lengths.seqused_q, lengths.seqused_k))
     return lengths.is_packed or window[1] >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + window[1])
+
+
+def padded_rows(seqlen_q, lengths, num_samples):
+    """How many rows of a head delta and lse_padded have."""
+    return num_slots.fn(lengths.cu_seqlens_q, num_samples, seqlen_q, PAD.value) * PAD.value
+
+
+def launch_preprocess(out, dout, lse, dlse, sinks, delta, lse_padded, dsinks, lengths):
+    """A Launch of _preprocess, to be called with these and softmax_scale. sinks and dsinks: None where the gradient is
+    not needed. lengths: those of the rows alone."""
+    (nheads, seqlen_q, head_dim_v), seqlen_pad, kBlockM = out.shape[1:], delta.shape[1], 64
+    constants = (strides_of(out, dout, dlse), num_samples(out, lengths), nheads, seqlen_q, seqlen_pad, head_dim_v,
+                 kBlockM, block_d(out.dtype, head_dim_v))
+    function = _preprocess_packed if lengths.is_packed else _preprocess
+    return Launch(function, seqlen_pad // kBlockM * delta.shape[0], constants)
 
 
 def _launch(side, config, tma, arguments, window, has_empty_rows, clears_delta):
@@ -126,9 +131,9 @@ def _launch(side, config, tma, arguments, window, has_empty_rows, clears_delta):
     tiles = [(q, (1, 1, kBlockM, kBlockD)), (k, (1, 1, kBlockN, kBlockD)), (v, (1, 1, kBlockN, kBlockDv)),
              (dout, (1, 1, kBlockM, kBlockDv)), *[None] * len(gradients), (lse_padded, (1, kBlockM)),
              (delta, (1, kBlockM))]
-    strides, is_fast = score_constants(q, arguments[-1])
-    constants = (strides_of(q, k, v, dout, *gradients), strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k,
-                 delta.shape[1], head_dim, head_dim_v, *splits, *mask_of(window), is_fast, has_empty_rows, *flags,
+    constants = (strides_of(q, k, v, dout, *gradients), score_strides(q, arguments[-1]), batch_size, nheads, nheads_k,
+                 seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *splits, *mask_of(window), has_empty_rows,
+                 *flags,
                  Tile(kBlockM, kBlockN, kBlockD, kBlockDv, head_dim < kBlockD or head_dim_v < kBlockDv, tma))
     return Launch(function, blocks * q.shape[0], constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
@@ -144,9 +149,8 @@ def launch_bias(arguments, window):
     shares = [n == 1 for n in dbias.shape]
     sizes = batch_size, nheads, triton.cdiv(seqlen_q, block), triton.cdiv(seqlen_k, block)
     programs = math.prod(1 if is_shared else size for size, is_shared in zip(sizes, shares))
-    strides, is_fast = score_constants(q, scores)
-    constants = (strides_of(q, k, v, dout, dbias.expand(*q.shape[:3], -1)), strides, batch_size, nheads, nheads_k,
-                 seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *mask_of(window), is_fast, *shares,
+    constants = (strides_of(q, k, v, dout, dbias.expand(*q.shape[:3], -1)), score_strides(q, scores), batch_size, nheads,
+                 nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *mask_of(window), *shares,
                  Tile(block, block, kBlockD, kBlockDv))
     return Launch(_flash_bwd_bias, programs, constants, num_warps=4, num_stages=1)
 
@@ -254,9 +258,8 @@ MIN_WORK_FOR_A_STREAM = 2**34  # elements of Q times keys
 
 
 def _pays_beside(q, k, v):
-    """Whether the two kernels should run beside each other: one fills the multiprocessors that the other leaves at its
-    end. At head_dim 128 that is worth 2 to 5 %, at 64 it can cost as much. In a small call the second stream costs the
-    host more than it saves."""
+    """Whether the two kernels should run beside each other, so that one fills the multiprocessors that the other leaves
+    at its end. At head_dim 128 that is worth 2 to 5 %; at 64, or in a small call, it can cost as much."""
     is_large = q.numel() * k.shape[2] >= MIN_WORK_FOR_A_STREAM
     return q.is_cuda and is_large and block_d(q.dtype, max(q.shape[-1], v.shape[-1])) >= 128
 

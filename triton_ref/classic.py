@@ -71,7 +71,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM
 
 
 class _Attention(torch.autograd.Function):
-    """Attention whose forward pass has the tiles of `config`. attention_bwd.py chooses those of the backward pass."""
+    """Attention whose forward pass has the tiles of `config`."""
 
     @staticmethod
     def forward(ctx, q, k, v, softmax_scale, causal, config):

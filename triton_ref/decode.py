@@ -1,14 +1,13 @@
 """Attention of a few query tokens to a cache of keys and values, in Triton: one tensor of sequences, or pages.
 
 Decoding is bound by the reading of K and V. So one program serves all query heads of a key/value head, and all tokens
-that fit. Its tile has packed rows: row r is token r // kGroup and query head h_k · kGroup + r % kGroup. Tensor cores
-want 16 rows at least.
+that fit. Its tile has packed rows: row r is token r // kGroup and query head h_k · kGroup + r % kGroup.
 
-One sample has too few programs for a GPU, so its keys are split, by the lengths of the sample alone, and not by its
-batch or by the room in the cache: its bits do not depend on them. Each split leaves the maximum of its scores, the sum
-of exp(score - maximum), and its o, which is not normalised. A second kernel adds them up in a fixed order (Dao et al.,
-Flash-Decoding, 2023). The host reads no lengths: it launches as many programs as the cache may need, and those without
-keys return at once. So a CUDA graph stays valid while lengths and tables change.
+One sample has too few programs for a GPU, so its keys are split (Dao et al., Flash-Decoding, 2023), by its own lengths
+alone: its bits depend neither on its batch nor on the room in the cache. Each split leaves the maximum of its scores,
+the sum of exp(score - maximum), and its o, which is not normalised. A second kernel adds them up in a fixed order. The
+host reads no lengths: it launches as many programs as the cache may need, and those without keys return at once. So a
+CUDA graph stays valid while lengths and tables change.
 
 Read next: ../minimal_attn/reference/pages.py, the same in plain torch.
 """
@@ -22,10 +21,11 @@ import triton.language as tl
 from minimal_attn.checks import MAX_SEQLEN, empty_outputs
 from minimal_attn.reference.pages import capacity_of
 
-from .attention import Tile, block_d, config_of, finish, shared_memory
+from .attention import Tile, add_product, block_d, config_of, finish, shared_memory
 from .launching import INTERPRETING, WINDOW, Launch, layouts, mask_of, num_samples, properties, remember, to_float
 from .mask import keys_of, make_mask, sees
-from .scores import Scores, capped, score_constants, score_numbers, score_options, shifted
+from .scores import (Scores, capped, log2_unit, online_softmax, score_numbers, score_options, score_strides, shifted,
+                     unit_of)
 from .sequence import block_of_slot, cached_sequence, head_of, num_slots, strides_of
 
 MAX_SPLITS = 32  # where num_splits is 0
@@ -58,21 +58,6 @@ def share_keys(seq, mask, row0, max_splits, split_tokens, kGroup: tl.constexpr, 
     size = tl.cdiv(tl.cdiv(n_keys, max_splits), MIN_KEYS) * MIN_KEYS
     size = tl.maximum(tl.where(seq.seqlen_q <= split_tokens, size, n_keys), 1)
     return Share(begin, end, size, tl.maximum((n_keys - 1) // size + 1, 1))  # no sum overflows
-
-
-@triton.jit
-def score_units(softmax_scale, options):
-    """Returns (unit of scores, see scores.py; this unit times log2(e), for powers of two).
-
-    A scale of 0 would turn a masked -inf into NaN. The second unit is therefore at least 1e-37, which also makes all
-    scores alike.
-    """
-    unit = tl.abs(tl.cast(softmax_scale, tl.float32))
-    if options.softcap is not None:
-        unit = tl.cast(options.softcap, tl.float32)
-    elif options.slopes is not None:
-        unit = tl.cast(1.0, tl.float32)
-    return unit, tl.maximum(unit * 1.4426950408889634, 1e-37)
 
 
 @triton.jit
@@ -117,8 +102,8 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
             lengths, tables, sinks_ptr, softmax_scale, score_options,  # tables: the tensors of minimal_attn's Cache
             strides, page_table_stride, tree_batch_stride, score_strides, batch_size, nheads_k, seqlen_q, capacity,
             num_sequences, max_splits, split_tokens, head_dim, head_dim_v, window_left, window_right,
-            kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kFastTanh: tl.constexpr, kNegateQ: tl.constexpr,
-            kPageSize: tl.constexpr, kGroup: tl.constexpr, kTile: tl.constexpr):
+            kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kNegateQ: tl.constexpr, kPageSize: tl.constexpr,
+            kGroup: tl.constexpr, kTile: tl.constexpr):
     kBlockM: tl.constexpr = kTile.kBlockM
     kBlockN: tl.constexpr = kTile.kBlockN
     kBlockDv: tl.constexpr = kTile.kBlockDv
@@ -152,10 +137,9 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
     if kNegateQ:  # a masked score of -inf needs a scale above 0
         q = (-q.to(tl.float32)).to(q.dtype)
     k_base, v_base = head_of(k_ptr, k_strides, 0, h_k, 0), head_of(v_ptr, v_strides, 0, h_k, 0)
-    unit, unit_log2 = score_units(softmax_scale, score_options)
     numbers = score_numbers(tl.abs(tl.cast(softmax_scale, tl.float32)), score_options, score_strides, seq,
                             heads[:, None])
-    scores = Scores(numbers, score_options, score_strides, kFastTanh)
+    scores, unit_log2 = Scores(numbers, score_options, score_strides), log2_unit(numbers.unit)
     visible = keys_of(mask, tokens)
     if tree_ptr is not None:
         trees = tl.load(tree_ptr + tl.cast(sample, tl.int64) * tree_batch_stride + tokens, mask=is_row, other=0)
@@ -174,23 +158,14 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
                          kTile.kBlockD)
         acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
         acc_s = shifted(scores, capped(scores, acc_s), tokens[:, None], cols[None, :])
-        is_seen = sees(visible, cols, kIsLocal)
+        is_seen = sees(mask, visible, cols)
         if tree_ptr is not None:
             is_seen &= _sees_in_tree(trees, cols - (seq.seqlen_k - seq.seqlen_q))
         acc_s = tl.where(is_seen, acc_s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(acc_s, 1))
-        max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)  # exp2(-inf) is 0, not NaN
-        p = tl.exp2((acc_s - max_sub[:, None]) * unit_log2)
-        rescale = tl.exp2((row_max - max_sub) * unit_log2)
-        row_sum = row_sum * rescale + tl.sum(p, 1)
-        row_max = new_max
+        p, rescale, row_max, row_sum = online_softmax(acc_s, row_max, row_sum, unit_log2, True)
         v_tile = _gather(v_base, block, key_rows, v_strides.batch, v_strides.row, is_key, head_dim_v, kMaskCols,
                          kBlockDv)
-        if q.dtype == tl.float32:  # summed apart from acc_o, as in attention.py
-            acc_o = tl.fma(acc_o, tl.broadcast_to(rescale[:, None], acc_o.shape),
-                           tl.dot(p, v_tile, input_precision="ieee"))
-        else:
-            acc_o = tl.dot(p.to(q.dtype), v_tile, acc_o * rescale[:, None])
+        acc_o = add_product(acc_o, p.to(q.dtype), v_tile, rescale)
 
     cols = tl.arange(0, kBlockDv)
     o_accum_ptr, max_accum_ptr, sum_accum_ptr = partial
@@ -203,7 +178,8 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
             tl.store(o_accum_ptr + places[:, None] * head_dim_v + cols[None, :],
                      tl.where(row_sum[:, None] == 0.0, 0.0, acc_o), mask=is_row[:, None] & (cols[None, :] < head_dim_v))
     is_empty = row_sum == 0.0
-    factor, lse = finish(tl.where(is_empty, 0.0, row_max) * unit, row_sum, is_empty, 1.0, sinks_ptr, heads, is_row)
+    factor, lse = finish(tl.where(is_empty, 0.0, row_max) * numbers.unit, row_sum, is_empty, 1.0, sinks_ptr, heads,
+                         is_row)
     # combine_splits stores the rows that are split, but no padding. Triton 3.9's interpreter takes no mask that has a
     # scalar condition in it.
     first_stored = tl.where(share.num_splits == 1, 0, seq.seqlen_q)
@@ -233,7 +209,8 @@ def combine_splits(partial, o_ptr, lse_ptr, lengths, leftpad_k_ptr, sinks_ptr, s
     share = share_keys(seq, mask, row // kBlockM * kBlockM, max_splits, split_tokens, kGroup, kBlockM)
     if (token >= seq.seqlen_q) | (share.num_splits == 1):
         return
-    unit, unit_log2 = score_units(softmax_scale, score_options)
+    unit = unit_of(tl.abs(tl.cast(softmax_scale, tl.float32)), score_options)
+    unit_log2 = log2_unit(unit)
     cols = tl.arange(0, kBlockDv)
     acc_o = tl.zeros([kBlockDv], tl.float32)
     row_max, row_sum = float("-inf"), 0.0
@@ -298,13 +275,13 @@ def launches(q, k, v, out, options, cache, split_tokens, max_splits, rows):
     kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM, group)
     slots *= 1 if lengths.is_packed else batch_size
-    score_strides, is_fast = score_constants(q, score_options(options))
     of_mask = mask_of(options.window)
     page_size = 1 if page_table is None else max(1, k.shape[2])  # one kernel for caches of any length
     table_strides = (None if x is None else x.stride(0) for x in (page_table, cache.tree_mask))
     decode = Launch(_decode, slots * max_splits * nheads_k, (
-        strides_of(q, k, v, out), *table_strides, score_strides, batch_size, nheads_k, seqlen_q, capacity, k.shape[0],
-        max_splits, split_tokens, head_dim, head_dim_v, *of_mask, is_fast, options.softmax_scale < 0, page_size, group,
+        strides_of(q, k, v, out), *table_strides, score_strides(q, score_options(options)), batch_size, nheads_k,
+        seqlen_q, capacity, k.shape[0], max_splits, split_tokens, head_dim, head_dim_v, *of_mask,
+        options.softmax_scale < 0, page_size, group,
         Tile(kBlockM, kBlockN, kBlockD, kBlockDv, head_dim < kBlockD or head_dim_v < kBlockDv)),
         num_warps=num_warps, num_stages=num_stages)
     if max_splits == 1:

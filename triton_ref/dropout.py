@@ -1,7 +1,4 @@
-"""The mask of minimal_attn/reference/dropout.py, one tile at a time, for the kernels of both passes.
-
-Read next: attention.py and attention_bwd_kernels.py, which drop by it.
-"""
+"""The mask of minimal_attn/reference/dropout.py, one tile at a time, for the kernels of both passes."""
 
 from typing import Any, NamedTuple
 

@@ -1,10 +1,9 @@
 """Matrix product in Triton: C = A B with fp32 sums, for matrices of any size and any strides.
 
-A program computes tiles [kBlockM, kBlockN] of C, one after the other. On GPUs with TMA (Hopper on) the hardware copies
-whole tiles, there is one program a multiprocessor, and the loops over tiles and over K are one: the first copies of the
-next tile are under way while this one is stored. Everywhere else a tile is read through pointers, by any strides. Few
-tiles leave multiprocessors idle: then kSplits programs share a tile's K, and a second kernel adds up what they found,
-always in the same order.
+A program computes tiles [kBlockM, kBlockN] of C, one after the other. With TMA (Hopper on) there is one program a
+multiprocessor, and the loops over tiles and over K are one: the first copies of the next tile are under way while this
+one is stored. Everywhere else a tile is read through pointers, by any strides. If there are few tiles, kSplits programs
+share a tile's K, and a second kernel adds up what they found, always in the same order.
 
 Read next: autotune.py, which picks the fastest of the configs that _ranked proposes.
 """
@@ -98,8 +97,6 @@ def tile_config(dtype: torch.dtype, m: int, n: int, k: int, is_tma: bool = True,
     """The launch options for (m, k) times (k, n) by a model of the time, without a measurement and without a GPU.
 
     Args:
-        dtype: of the matrices.
-        m, n, k: sizes, from 1 on.
         is_tma: whether tiles are copied by TMA; then shared memory also holds a tile of C.
         num_sms, shared_memory: multiprocessors of the GPU, and the bytes that a program may have; by default an H200's.
 

@@ -1,8 +1,5 @@
 """The twin as ops of torch with a derivative, and as a backend of minimal_attn, where importing this file registers it.
-
-Read next: attention.py, the forward pass; attention_bwd.py, the backward pass; decode.py, attention to a cache;
-append.py, which fills one; ../minimal_attn/backends/ops.py, the derivative.
-"""
+Read next: attention.py; ../minimal_attn/backends/ops.py, the derivative."""
 
 import torch
 

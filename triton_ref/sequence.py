@@ -1,13 +1,11 @@
-"""Which sample a program works on, how long it is, and where its rows are in memory, as csrc/common/sequence.cuh
-does.
+"""Which sample a program works on, how long it is, and where its rows are, as csrc/common/sequence.cuh does.
 
 In a padded batch every sample is an element of the first dimension. In a packed one the samples lie one after the other
 in the rows of a single element, and cu_seqlens says where each begins. The host never reads it: the programs of a head
 have slots, of kBlock rows each, and every program finds out on the device whose slot it has.
 
-Only this file reads cu_seqlens, seqused and leftpad in a kernel. Their values may be anything: they are clamped to the
-tensors.
-Triton and Gluon share these functions, as those of mask.py. Read next: mask.py, which keys a row sees.
+Only this file reads cu_seqlens, seqused and leftpad in a kernel, and clamps their values to the tensors. Triton and
+Gluon share its functions, as those of mask.py. Read next: mask.py, which keys a row sees.
 """
 
 from typing import Any, NamedTuple
