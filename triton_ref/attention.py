@@ -19,8 +19,8 @@ from minimal_attn.checks import FP8_DTYPES, MAX_HEAD_DIM, empty_outputs
 from minimal_attn.options import Options, warn
 
 from . import autotune as tuner
-from .dropout import Dropout, count_and_scale, keep_tile, seed_of
-from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, mask_of, num_samples, plan_key,
+from .dropout import Dropout, dropout_of, keep_tile
+from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, mask_of, plan_key,
                         properties, remember, to_float)
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
 from .scores import (LOWEST, Scores, bias_bytes, capped, log2_unit, online_softmax, score_numbers, score_options,
@@ -93,8 +93,7 @@ def load_tile(matrix, row0, kMaskRows: tl.constexpr, kMaskCols: tl.constexpr, kR
 @triton.jit
 def clear_keys(tile, cols, first_key, seqlen_k, kClear: tl.constexpr):
     """A tile [kBlockN, kBlockD] of K or V, which TMA has loaded, with 0 in keys that no row of the program sees: those
-    before first_key, if a window hides any, and with kClear those of the next sample, or of padding. They may be NaN,
-    and a probability of 0 times NaN is NaN."""
+    before first_key, if there is one, and with kClear those beyond the sample. They may be NaN, and 0 · NaN is NaN."""
     if first_key is not None and kClear:
         tile = tl.where(((cols >= first_key) & (cols < seqlen_k))[:, None], tile, tl.zeros_like(tile))
     elif first_key is not None:
@@ -102,6 +101,17 @@ def clear_keys(tile, cols, first_key, seqlen_k, kClear: tl.constexpr):
     elif kClear:
         tile = tl.where(cols[:, None] < seqlen_k, tile, tl.zeros_like(tile))
     return tile
+
+
+@triton.jit
+def store_tile(x, strides, b, h, begin, rows, row_end, num_cols, tile, kMaskCols: tl.constexpr = True):
+    """Stores a tile to the rows of head h of element b of x, which count from row `begin` and end before row_end."""
+    cols = tl.arange(0, tile.shape[1])
+    pointers = head_of(x, strides, b, h, begin) + rows.to(tl.int64)[:, None] * strides.row + cols[None, :]
+    is_there = rows[:, None] < row_end
+    if kMaskCols:
+        is_there &= cols[None, :] < num_cols
+    tl.store(pointers, tile.to(x.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
@@ -182,8 +192,8 @@ def _transpose_v(v_ptr, vt_ptr, lengths, v_strides, nheads_k, seqlen_q, seqlen_k
 
 @triton.jit
 def finish(row_max, row_sum, is_empty, scale_o, sinks_ptr, h, is_row):
-    """(the factor that acc_o is to be multiplied with, lse). row_max is a natural logarithm, and a sink one more term
-    exp(sink - max), as far from row_max as can be. Rows that are padding, not is_row, have none."""
+    """(the factor that acc_o is to be multiplied with, lse). row_max is a natural logarithm. A sink is one more term
+    exp(sink - max) of rows that are no padding."""
     row_sum, empty_lse = tl.where(is_empty, 1.0, row_sum), float("-inf")
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h)
@@ -274,11 +284,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     factor, lse = finish(row_max, row_sum, is_empty, scale_o, sinks_ptr, h, rows < seq.seqlen_q)
     tl.store(lse_ptr + bh.to(tl.int64) * seqlen_q + seq.q_begin + rows, lse, mask=rows < seq.padded_q)
     # The out of an empty row is 0 even where V, times probabilities of 0, gave NaN.
-    out = tl.where(is_empty[:, None], 0.0, acc_o * factor[:, None])
-    cols = tl.arange(0, kBlockDv)
-    o_base = head_of(o_ptr, o_strides, b, h, seq.q_begin)
-    tl.store(o_base + rows.to(tl.int64)[:, None] * o_strides.row + cols[None, :], out.to(o_ptr.dtype.element_ty),
-             mask=(rows[:, None] < seq.padded_q) & (cols[None, :] < head_dim_v))
+    store_tile(o_ptr, o_strides, b, h, seq.q_begin, rows, seq.padded_q, head_dim_v,
+               tl.where(is_empty[:, None], 0.0, acc_o * factor[:, None]))
 
 
 _flash_fwd_packed = triton.jit(do_not_specialize=["keep_count", *WINDOW, *PACKED_SIZES])(_flash_fwd.fn)
@@ -321,6 +328,12 @@ def config_of(kBlockM, kBlockN, num_warps, num_stages, kBlockD, kBlockDv):
     """The launch options of a tile."""
     return dict(kBlockM=kBlockM, kBlockN=kBlockN, kBlockD=kBlockD, kBlockDv=kBlockDv, num_warps=num_warps,
                 num_stages=num_stages)
+
+
+def tile_of(config, head_dim, head_dim_v, tma=False):
+    """The Tile of launch options."""
+    kBlockM, kBlockN, kBlockD, kBlockDv, *_ = config.values()
+    return Tile(kBlockM, kBlockN, kBlockD, kBlockDv, head_dim < kBlockD or head_dim_v < kBlockDv, tma)
 
 
 @functools.cache
@@ -377,13 +390,13 @@ def launch(config, arguments, window, tma):
     if "kConsumers" in config:
         return attention_hopper.launch(config, q, k, v, out, window == (-1, 0), properties(q.device).num_sms)
     (nheads, seqlen_q, head_dim), head_dim_v = q.shape[1:], out.shape[-1]
-    function, batch_size = (_flash_fwd_packed if lengths.is_packed else _flash_fwd), num_samples(q, lengths)
+    function, batch_size = (_flash_fwd_packed if lengths.is_packed else _flash_fwd), lengths.num_samples(q)
     kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
     v_tile = (kBlockDv, kBlockN) if q.dtype in FP8_DTYPES and not lengths.is_packed else (kBlockN, kBlockDv)
     tiles = [(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)), (v, v_tile))]
     constants = (strides_of(q, k, v, out), score_strides(q, scores), batch_size, nheads, k.shape[1], seqlen_q,
                  k.shape[2], head_dim, head_dim_v, *mask_of(window), softmax_scale < 0,
-                 Tile(kBlockM, kBlockN, kBlockD, kBlockDv, head_dim < kBlockD or head_dim_v < kBlockDv, tma))
+                 tile_of(config, head_dim, head_dim_v, tma))
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM)
     return Launch(function, slots * q.shape[0] * nheads, constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
@@ -393,29 +406,24 @@ _plans = {}  # {all that a launch depends on: the launch}
 
 
 def in_float(options):
-    """Converts the tensors in options to fp32, for inputs converted by to_float."""
+    """Converts a bfloat16 bias in options to fp32, for inputs converted by to_float."""
     bias = options.attn_bias
-    descales = {name: to_float(getattr(options, name)) for name in ("q_descale", "k_descale", "v_descale")}
-    return options._replace(attn_bias=bias if bias is None or bias.dtype != torch.bfloat16 else to_float(bias),
-                            **descales)
+    return options if bias is None or bias.dtype != torch.bfloat16 else options._replace(attn_bias=to_float(bias))
 
 
 def run(q, k, v, options, config=None):
     """(out, lse) of checked inputs and minimal_attn.options.Options, by config or else by one of tile_configs."""
     if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
-        options = in_float(options)
-        out, lse = run(*map(to_float, (q, k, v)), options, config)
+        out, lse = run(*map(to_float, (q, k, v)), in_float(options), config)
         return empty_outputs(q, v)[0].copy_(out), lse
     out, lse = empty_outputs(q, v)
     if not out.numel():
         return out, lse
-    seed = seed_of(options)
-    numbers = *count_and_scale(options.dropout_p if seed is not None else 0.0), options.softmax_scale
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         if q.dtype in FP8_DTYPES and not options.lengths.is_packed:
             v = transposed(v, q.shape[2], options.lengths, options.window)
-        arguments = (q, k, v, out, lse, options.lengths, options.sinks, options.descales, seed, *numbers,
-                     score_options(options))
+        arguments = (q, k, v, out, lse, options.lengths, options.sinks, options.descales, *dropout_of(options),
+                     options.softmax_scale, score_options(options))
         key = (*plan_key(options, q, k, v), options.autotune and tuner.is_on(), config and tuple(config.values()))
         plan = _plans.get(key)
         if plan is not None:
@@ -453,7 +461,7 @@ def warn_hopper(reason):
 
 
 def hopper_serves(q, out, tma, options):
-    """Whether attention_hopper.py is for a call, if it works. Its TILES begin at kBlockD 64."""
+    """Whether attention_hopper.py is for a call, if it works."""
     return (properties(q.device).capability // 10 == 9 and tma and can_use_tma(out) and q.dtype.itemsize == 2
             and q.shape[-1] > 32 and q.shape[-1] == out.shape[-1] and options.window in ((-1, -1), (-1, 0))
             and options.softmax_scale >= 0 and not options.softcap and all(x is None for x in options.tensors))

@@ -21,11 +21,11 @@ from minimal_attn.checks import empty_like
 from minimal_attn.options import Lengths
 
 from . import autotune as tuner
-from .attention import Tile, block_d, can_use_tma, config_of, in_float
+from .attention import Tile, block_d, can_use_tma, config_of, in_float, tile_of
 from .attention_bwd_kernels import (PAD, _flash_bwd_bias, _flash_bwd_kv, _flash_bwd_kv_packed, _flash_bwd_q,
                                     _flash_bwd_q_packed, _preprocess, _preprocess_packed, _splits_of)
-from .dropout import count_and_scale, seed_of
-from .launching import (INTERPRETING, Launch, kind_of, mask_of, num_samples, plan_key, properties, remember, sum_splits,
+from .dropout import dropout_of
+from .launching import (INTERPRETING, Launch, kind_of, mask_of, plan_key, properties, remember, sum_splits,
                         to_float)
 from .scores import bias_bytes, score_strides, score_options
 from .sequence import num_slots, strides_of
@@ -96,28 +96,12 @@ def _has_empty_rows(q, k, lengths, window):
     return lengths.is_packed or window[1] >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + window[1])
 
 
-def padded_rows(seqlen_q, lengths, num_samples):
-    """How many rows of a head delta and lse_padded have."""
-    return num_slots.fn(lengths.cu_seqlens_q, num_samples, seqlen_q, PAD.value) * PAD.value
-
-
-def launch_preprocess(out, dout, lse, dlse, sinks, delta, lse_padded, dsinks, lengths):
-    """A Launch of _preprocess, to be called with these and softmax_scale. sinks and dsinks: None where the gradient is
-    not needed. lengths: those of the rows alone."""
-    (nheads, seqlen_q, head_dim_v), seqlen_pad, kBlockM = out.shape[1:], delta.shape[1], 64
-    constants = (strides_of(out, dout, dlse), num_samples(out, lengths), nheads, seqlen_q, seqlen_pad, head_dim_v,
-                 kBlockM, block_d(out.dtype, head_dim_v))
-    function = _preprocess_packed if lengths.is_packed else _preprocess
-    return Launch(function, seqlen_pad // kBlockM * delta.shape[0], constants)
-
-
 def _launch(side, config, tma, arguments, window, has_empty_rows, clears_delta):
-    """A Launch for the gradients of one side, "kv" or "q", for the arguments that its kernel has first.
-
-    clears_delta: delta may be NaN in rows without a key."""
+    """A Launch for the gradients of one side, "kv" or "q", for the arguments that its kernel has first. clears_delta:
+    delta may be NaN in rows without a key."""
     q, k, v, dout, *gradients, lse_padded, delta, lengths = arguments[:-5]
     (nheads, seqlen_q, head_dim), (nheads_k, seqlen_k), head_dim_v = q.shape[1:], k.shape[1:3], v.shape[-1]
-    batch_size, is_packed = num_samples(q, lengths), lengths.is_packed
+    batch_size, is_packed = lengths.num_samples(q), lengths.is_packed
     kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
     if side == "kv":
         function = _flash_bwd_kv_packed if is_packed else _flash_bwd_kv
@@ -133,8 +117,7 @@ def _launch(side, config, tma, arguments, window, has_empty_rows, clears_delta):
              (delta, (1, kBlockM))]
     constants = (strides_of(q, k, v, dout, *gradients), score_strides(q, arguments[-1]), batch_size, nheads, nheads_k,
                  seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *splits, *mask_of(window), has_empty_rows,
-                 *flags,
-                 Tile(kBlockM, kBlockN, kBlockD, kBlockDv, head_dim < kBlockD or head_dim_v < kBlockDv, tma))
+                 *flags, tile_of(config, head_dim, head_dim_v, tma))
     return Launch(function, blocks * q.shape[0], constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
 
@@ -155,24 +138,23 @@ def launch_bias(arguments, window):
     return Launch(_flash_bwd_bias, programs, constants, num_warps=4, num_stages=1)
 
 
-# {all that the launches depend on: {"preprocess", "kv", "q", "bias", "sum_k" or "sum_v", those that are needed: the
-# Launch}}
-_plans = {}
+_plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q", "bias", "sum_k" or "sum_v": the Launch}}
 
 
 def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, need_dsinks=False, need_dbias=False):
-    """(dq, dk, dv, dsinks, dbias) of checked inputs and what the forward made of them with these options; dlse may be
-    None. Without need_dq dq is None, without need_dkv dk and dv are, and so on, and nothing is spent on them.
+    """(dq, dk, dv, dsinks, dbias) of checked inputs and what the forward made of them with these options, None for what
+    is not needed. dlse may be None.
 
     Raises:
         NotImplementedError: a packed batch with seqused_k; on a GPU, float32 with dropout and a bias or a mask.
     """
-    lengths, window, seed = options.lengths, options.window, seed_of(options)
+    lengths, window = options.lengths, options.window
     if lengths.is_packed and lengths.seqused_k is not None:
         raise NotImplementedError("backend='triton' has no backward pass for cu_seqlens with seqused_k: key ranges may "
                                   "overlap")
     # Triton 3.6 compiles it to a kernel whose dV is wrong on an H200, where its interpreter and 16 bits are right.
-    if q.dtype == torch.float32 and seed is not None and options.attn_bias is not None and not INTERPRETING:
+    if (q.dtype == torch.float32 and options.dropout_seed is not None and options.attn_bias is not None
+            and not INTERPRETING):
         raise NotImplementedError("backend='triton' has no backward pass in float32 for dropout with attn_bias")
     if INTERPRETING and q.dtype == torch.bfloat16:
         *gradients, dsinks, dbias = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, in_float(options), need_dq,
@@ -191,13 +173,12 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
     batch_size, nheads, seqlen_q, _ = q.shape
     scores = score_options(options)
     unit = options.softmax_scale if not options.has_scores else scores.softcap or 1.0
-    seqlen_pad = padded_rows(seqlen_q, lengths, num_samples(q, lengths))
+    seqlen_pad = num_slots.fn(lengths.cu_seqlens_q, lengths.num_samples(q), seqlen_q, PAD.value) * PAD.value
     lse_padded, delta = (lse.new_empty(batch_size * nheads, seqlen_pad) for _ in range(2))
     sinks, dsinks_of_rows = (options.sinks, torch.empty_like(delta)) if need_dsinks else (None, None)
-    rows = Lengths(*[lengths.cu_seqlens_q] * 2)
-    preprocessed = out, dout, lse, dlse, sinks, delta, lse_padded, dsinks_of_rows, rows
-    shared = (lse_padded, delta, lengths, seed, *count_and_scale(options.dropout_p if seed is not None else 0.0),
-              options.softmax_scale, scores)
+    preprocessed = (out, dout, lse, dlse, sinks, delta, lse_padded, dsinks_of_rows,
+                    Lengths(*[lengths.cu_seqlens_q] * 2))
+    shared = lse_padded, delta, lengths, *dropout_of(options), options.softmax_scale, scores
     max_splits = _num_splits(nheads // k.shape[1], seqlen_q, k.shape[2], lengths.is_packed) if need_dkv else 1
     sides = {}
     if need_dkv:
@@ -217,9 +198,12 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
         plan = _plans.get(key)
         is_new = plan is None
         if is_new:
-            plan = {"preprocess": launch_preprocess(*preprocessed)}
+            constants = (strides_of(out, dout, dlse), lengths.num_samples(q), nheads, seqlen_q, seqlen_pad,
+                         out.shape[-1], 64, block_d(out.dtype, out.shape[-1]))
+            plan = {"preprocess": Launch(_preprocess_packed if lengths.is_packed else _preprocess,
+                                         delta.numel() // 64, constants)}
         plan["preprocess"](*preprocessed, unit)
-        if is_new:  # tiles are timed on what preprocess.py made
+        if is_new:  # tiles are timed on what _preprocess made
             plan |= {side: _choose(side, arguments, options, has_empty_rows, clears_delta)
                      for side, arguments in sides.items()}
             if need_dbias:

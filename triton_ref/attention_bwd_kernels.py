@@ -9,7 +9,7 @@ dP = (dO Vᵀ) ∘ M · s. With a softcap, dS goes through its tanh, see scores.
 import triton
 import triton.language as tl
 
-from .attention import add_product, block_of_rows, clear_keys, load_tile, matrix_of
+from .attention import add_product, block_of_rows, clear_keys, load_tile, matrix_of, store_tile
 from .dropout import Dropout, keep_tile
 from .launching import PACKED_SIZES, WINDOW
 from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
@@ -112,8 +112,8 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, h, bh, blocks, m
                      scores, dropout, kMasked: tl.constexpr, kEmptyRows: tl.constexpr, kClearDelta: tl.constexpr,
                      kRaggedRows: tl.constexpr, kTile: tl.constexpr):
     """dk [kBlockN, kBlockD] and dv / keep_scale [kBlockN, kBlockDv] with what one query head adds: its full blocks of
-    rows, or with kMasked the cut ones. kEmptyRows: rows without a key, or the next sample's, may be among those of the
-    cut ones. kClearDelta: and delta may be NaN there."""
+    rows, or with kMasked the cut ones. kEmptyRows: these may have rows without a key, or the next sample's. kClearDelta:
+    and delta may be NaN there."""
     kBlockM: tl.constexpr = kTile.kBlockM
     kBlockN: tl.constexpr = kTile.kBlockN
     cols = col0 + tl.arange(0, kBlockN)
@@ -155,8 +155,8 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, h, bh, blocks, m
 
 @triton.jit
 def _splits_of(rows, max_splits):
-    """How many programs share a block of keys, at most max_splits. `rows` counts the query rows of all heads that read
-    it. A split has at least 1024 of them, to be worth its sums in memory. The kernel and the host call this."""
+    """How many programs share a block of keys that `rows` query rows of all heads read. A split has at least 1024 of
+    them, to be worth its sums in memory. The kernel and the host call this."""
     return max(1, min(max_splits, rows // 1024))
 
 
@@ -166,8 +166,8 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
                   seqlen_q, seqlen_k, seqlen_pad, head_dim, head_dim_v, max_splits, split_stride, window_left,
                   window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr,
                   kClearDelta: tl.constexpr, kRaggedRows: tl.constexpr, kTile: tl.constexpr):
-    """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over the part of
-    them that one of several splits has. strides: of q, k, v, dout, dk and dv."""
+    """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over those of a
+    split. strides: of q, k, v, dout, dk and dv."""
     kBlockN: tl.constexpr = kTile.kBlockN
     kBlockD: tl.constexpr = kTile.kBlockD
     kBlockDv: tl.constexpr = kTile.kBlockDv
@@ -214,24 +214,15 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
                                       pad_begin, col0, seqlen_pad, scores, dropout, kStep == 0, kEmptyRows,
                                       kClearDelta, kRaggedRows, kTile)
 
-    dims, dims_v = tl.arange(0, kBlockD), tl.arange(0, kBlockDv)
-    is_key = cols[:, None] < seq.padded_k
-    is_dk, is_dv = is_key, is_key
-    if kTile.kMaskCols:
-        is_dk, is_dv = is_key & (dims[None, :] < head_dim), is_key & (dims_v[None, :] < head_dim_v)
-    dk_ptr += split_idx.to(tl.int64) * split_stride
-    dv_ptr += split_idx.to(tl.int64) * split_stride
-    dk_base = head_of(dk_ptr, dk_strides, b, h_k, seq.k_begin)
-    dv_base = head_of(dv_ptr, dv_strides, b, h_k, seq.k_begin)
     is_used = cols[:, None] < seq.seqlen_k
     if kIsLocal:
         is_used &= cols[:, None] >= keys_of(mask, 0).begin
     dk = tl.where(is_used, dk * softmax_scale, 0.0)
     dv = tl.where(is_used, dv * keep_scale, 0.0)
-    tl.store(dk_base + cols.to(tl.int64)[:, None] * dk_strides.row + dims[None, :], dk.to(dk_ptr.dtype.element_ty),
-             mask=is_dk)
-    tl.store(dv_base + cols.to(tl.int64)[:, None] * dv_strides.row + dims_v[None, :], dv.to(dv_ptr.dtype.element_ty),
-             mask=is_dv)
+    dk_ptr += split_idx.to(tl.int64) * split_stride
+    dv_ptr += split_idx.to(tl.int64) * split_stride
+    store_tile(dk_ptr, dk_strides, b, h_k, seq.k_begin, cols, seq.padded_k, head_dim, dk, kTile.kMaskCols)
+    store_tile(dv_ptr, dv_strides, b, h_k, seq.k_begin, cols, seq.padded_k, head_dim_v, dv, kTile.kMaskCols)
 
 
 @triton.jit
@@ -315,19 +306,13 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, leng
         dq = _accumulate_dq(dq, q, dout, lse, delta, k, v, h, row0, seq, mask, visible, blocks, first_key, scores,
                             dropout, kMasked, kIsPacked, kTile)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
-    dims = tl.arange(0, kBlockD)
-    dq_base = head_of(dq_ptr, dq_strides, b, h, seq.q_begin)
-    tl.store(dq_base + rows.to(tl.int64)[:, None] * dq_strides.row + dims[None, :],
-             (dq * softmax_scale).to(dq_ptr.dtype.element_ty),
-             mask=(rows[:, None] < seq.padded_q) & (dims[None, :] < head_dim))
+    store_tile(dq_ptr, dq_strides, b, h, seq.q_begin, rows, seq.padded_q, head_dim, dq * softmax_scale)
 
 
 @triton.jit
 def _owned(idx, size, kIsShared: tl.constexpr):
-    """[begin, end) of what a program owns of a dimension, and what is left of idx for the others: all of a dimension
-    that is shared, otherwise one."""
-    begin, end = idx % size, idx % size + 1
-    rest = idx // size
+    """[begin, end) of what a program owns of a dimension, all if it is shared, and what is left of idx for the others."""
+    begin, end, rest = idx % size, idx % size + 1, idx // size
     if kIsShared:
         begin, end, rest = 0, size, idx
     return begin, end, rest
@@ -341,9 +326,8 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
                     kSharesHeads: tl.constexpr, kSharesRows: tl.constexpr, kSharesKeys: tl.constexpr,
                     kTile: tl.constexpr):
     """dbias = Σ dS over the samples, heads, rows and keys that share an element of it. A program owns kBlockM rows and
-    kBlockN keys of one head of dbias and walks along the scores that share them: of all samples, of all heads, of all
-    blocks of rows or keys, whichever the bias has once. strides: of q, k, v, dout and dbias, whose keys lie in a
-    row."""
+    kBlockN keys of one head of dbias and walks along the scores that share them. strides: of q, k, v, dout and dbias,
+    whose keys lie in a row."""
     kBlockM: tl.constexpr = kTile.kBlockM
     kBlockN: tl.constexpr = kTile.kBlockN
     kBlockD: tl.constexpr = kTile.kBlockD

@@ -2,20 +2,16 @@
 out here. 16-bit inputs without windows and lengths; attention.py chooses it and serves all else.
 
 A program computes tiles of kConsumers × 64 query rows of one head, one after the other. One warp, the producer, asks
-TMA for Q, K and V; every other warpgroup is a consumer of 64 rows. They meet in shared memory, K and V each in a ring
-of kStages tiles, Q in one of a single stage:
+TMA for Q, K and V; every other warpgroup is a consumer of 64 rows. They meet in rings of tiles in shared memory:
 
     producer ── TMA ──▶ full[stage] ──▶ consumers ── wgmma ──▶ empty[stage] ──▶ producer
 
-A consumer multiplies Q Kᵀ of one block and P V of the block before it in one go, and computes the softmax of the first
-while the second runs (Shah et al., FlashAttention-3, 2024, section 3.2). Keys go from right to left, so that the blocks
-a mask cuts come first and the loop over the others has no mask.
+A consumer computes the softmax of one block while P V of the block before it runs (Shah et al., FlashAttention-3, 2024,
+section 3.2). Keys go from right to left, so that the blocks a mask cuts come first.
 
-Read next: mask.py for the mask, attention.py for the softmax; the PTX ISA, sections on mbarrier, cp.async.bulk.tensor
-and wgmma.
+Read next: the PTX ISA, sections on mbarrier, cp.async.bulk.tensor and wgmma.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -34,33 +30,28 @@ from .sequence import sequence
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-# By kBlockD: the consumers, the keys of a block, the stages of a ring. With 3 consumers a thread has 160 registers,
-# with 2 of them 240.
+# By kBlockD: the consumers, the keys of a block, the stages of a ring.
 TILES = {64: [(2, 128, 2), (3, 128, 2)], 128: [(2, 128, 2)], 256: [(2, 64, 2)]}
-REGISTERS = {2: 240, 3: 160}
+REGISTERS = {2: 240, 3: 160}  # of a consumer's thread, by the consumers
 
 
 class Ring(NamedTuple):
-    """Tiles [1, 1, rows, cols] in shared memory, one a stage, and for each the barrier that it is full and the one that
-    its readers are done."""
-    tiles: Any
+    tiles: Any  # [1, 1, rows, cols] in shared memory for each stage, and two barriers
     full: Any
-    empty: Any
+    empty: Any  # all readers are done
 
 
 class Work(NamedTuple):
-    """The tiles of out, which programs take in chunks of `chunk` of them, num_programs apart."""
     nheads: Any
     nheads_k: Any
-    m_blocks: Any  # tiles of a head
-    num_tiles: Any
+    m_blocks: Any  # tiles of out, of one head
+    num_tiles: Any  # of all, which programs take in chunks of `chunk` of them, num_programs apart
     chunk: Any
     mask: Any
 
 
 @gluon.jit
 def _ring(desc, kStages: gl.constexpr, kReaders: gl.constexpr):
-    """A Ring of tiles that TMA loads by desc."""
     tiles = gl.allocate_shared_memory(desc.dtype, [kStages] + desc.block_type.shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [kStages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [kStages, 1], mbarrier.MBarrierLayout())
@@ -87,7 +78,7 @@ def _fetch(desc, ring, stage, phase, b, h, row):
 
 @gluon.jit
 def _tile(tiles, stage):
-    """A stage of a ring, as the matrix that wgmma takes."""
+    """A stage as the matrix that wgmma takes."""
     return tiles.index(stage).reshape([tiles.shape[3], tiles.shape[4]])
 
 
@@ -270,32 +261,27 @@ def _flash_fwd(q_desc, k_desc, v_desc, o_desc, lse_ptr, softmax_scale, nheads, n
 
 
 def configs(dtype, kBlockD):
-    """Launch options to choose from, as dictionaries; none where attention.py serves alone."""
+    """Launch options to choose from; none where attention.py serves alone."""
     return [dict(kConsumers=kConsumers, kBlockN=kBlockN, kBlockD=kBlockD, kStages=kStages)
             for kConsumers, kBlockN, kStages in TILES.get(kBlockD, []) if dtype.itemsize == 2]
 
 
-@functools.cache
-def _layout(rows, kBlockD, dtype):
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, kBlockD], getattr(gl, str(dtype).removeprefix("torch.")))
-
-
 def launch(config, q, k, v, out, causal, num_sms):
-    """attention.launch for checked inputs that TMA reaches, with a softmax_scale of at least 0 and without a window,
-    lengths, descales and dropout."""
+    """attention.launch for a call that attention.hopper_serves."""
     kConsumers, kBlockN, kBlockD, kStages = config.values()
-    tiles = [(x, (1, 1, rows, kBlockD), _layout(rows, kBlockD, x.dtype))
-             for x, rows in ((q, 64), (k, kBlockN), (v, kBlockN), (out, 64))]
+    dtype = getattr(gl, str(q.dtype).removeprefix("torch."))
+    tiles = [(x, block, gl.NVMMASharedLayout.get_default_for(list(block), dtype)) for x, block in (
+        (x, (1, 1, rows, kBlockD)) for x, rows in ((q, 64), (k, kBlockN), (v, kBlockN), (out, 64)))]
     num_tiles = -(-q.shape[2] // (64 * kConsumers)) * q.shape[0] * q.shape[1]
     if num_tiles > MAX_PROGRAMS:
         raise ValueError(f"too many rows: {num_tiles} tiles of {64 * kConsumers}, a launch takes {MAX_PROGRAMS}")
     # A program an SM, which loads its next tile's Q and K while it ends one. Under a causal mask tiles differ: where
     # pairs of them do not even that out, a program each, as the hardware finds room.
     programs, chunk = min(num_tiles, num_sms), 1
-    if causal:
-        programs, chunk = (num_sms, 2) if num_tiles >= 8 * num_sms else (num_tiles, 1)
-    if kBlockD > 128:
-        programs, chunk = num_tiles, 1
+    if causal and num_tiles >= 8 * num_sms and kBlockD <= 128:
+        programs, chunk = num_sms, 2
+    elif causal or kBlockD > 128:
+        programs = num_tiles
     constants = (q.shape[1], k.shape[1], num_tiles, chunk, q.shape[2], k.shape[2], causal, kConsumers, kStages,
                  REGISTERS[kConsumers])
     start = Launch(_flash_fwd, programs, constants, tiles, num_warps=4)

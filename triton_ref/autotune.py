@@ -88,7 +88,7 @@ def _file(kernel, configs, device):
 def _measure(what, configs, run):
     """The index of the fastest, with a line on stderr that says what takes so long."""
     times, error = {}, None
-    _progress(f"minimal_attn: tuning {what}, {len(configs)} ways: once, then never again")
+    print(f"minimal_attn: tuning {what}, {len(configs)} ways: once, then never again", file=sys.stderr)
     for round_idx in range(ROUNDS):  # by turns: the first of them meets a GPU that is still waking up
         for i, config in enumerate(configs):
             if round_idx > 0 and i not in times:
@@ -99,17 +99,9 @@ def _measure(what, configs, run):
                 error = too_large
             else:
                 times[i] = min(ms, times.get(i, ms))
-    _progress("")
     if not times:
         raise error
     return min(times, key=lambda i: times[i] * (0.97 if i == 0 else 1))  # what is 3 % faster may be noise
-
-
-def _progress(line):
-    if sys.stderr.isatty():
-        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-    elif line:
-        print(line, file=sys.stderr)
 
 
 def _read(file):

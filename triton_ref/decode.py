@@ -21,8 +21,8 @@ import triton.language as tl
 from minimal_attn.checks import MAX_SEQLEN, empty_outputs
 from minimal_attn.reference.pages import capacity_of
 
-from .attention import Tile, add_product, block_d, config_of, finish, shared_memory
-from .launching import INTERPRETING, WINDOW, Launch, layouts, mask_of, num_samples, properties, remember, to_float
+from .attention import add_product, block_d, config_of, finish, shared_memory, tile_of
+from .launching import INTERPRETING, WINDOW, Launch, layouts, mask_of, properties, remember, to_float
 from .mask import keys_of, make_mask, sees
 from .scores import (Scores, capped, log2_unit, online_softmax, score_numbers, score_options, score_strides, shifted,
                      unit_of)
@@ -33,7 +33,6 @@ MAX_SPLITS = 32  # where num_splits is 0
 MIN_KEYS = tl.constexpr(64)
 # Samples with more packed rows are not split: they have programs enough, and partial results take memory.
 SPLIT_ROWS = 64
-# Parameters that change from call to call, for which the kernels should not be compiled anew.
 SIZES = ("batch_size", "seqlen_q", "capacity", "num_sequences", "page_table_stride", "tree_batch_stride", "max_splits",
          "split_tokens")
 
@@ -65,11 +64,10 @@ def _gather(x, block, row, block_stride, row_stride, is_row, num_cols, kMaskCols
     """[rows, kBlock] of x: each row lies in its block, a page or a head, or all in one. 0 where is_row is False."""
     cols = tl.arange(0, kBlock)
     pointers = x + (block.to(tl.int64) * block_stride + row.to(tl.int64) * row_stride)[:, None] + cols[None, :]
+    is_there = is_row[:, None]
     if kMaskCols:
-        tile = tl.load(pointers, mask=is_row[:, None] & (cols[None, :] < num_cols), other=0.0)
-    else:
-        tile = tl.load(pointers, mask=is_row[:, None], other=0.0)
-    return tile
+        is_there &= cols[None, :] < num_cols
+    return tl.load(pointers, mask=is_there, other=0.0)
 
 
 @triton.jit
@@ -90,8 +88,8 @@ def _block_of_keys(page_table_ptr, batch_idx_ptr, b, row, is_key, page_table_str
 
 @triton.jit
 def _sees_in_tree(trees, new):
-    """Whether rows see keys, by the rows' words of a tree mask: bool [rows, keys]. new: which of the new keys each key
-    is; those before them are negative."""
+    """Whether rows see keys, by the rows' words of a tree mask: bool [rows, keys]. new: the number of each key among
+    the new ones, negative before them."""
     bits = trees[:, None] >> tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)[None, :]
     return (new < 0)[None, :] | ((bits & 1) != 0)
 
@@ -247,7 +245,7 @@ TILES = {
 }
 
 
-def tile_of(dtype, rows, head_dim, head_dim_v, is_paged, max_shared_memory):
+def choose_config(dtype, rows, head_dim, head_dim_v, is_paged, max_shared_memory):
     """Launch options for samples of so many packed rows."""
     kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v)
     largest = max(kBlockD, kBlockDv)
@@ -265,25 +263,23 @@ def launches(q, k, v, out, options, cache, split_tokens, max_splits, rows):
     """The Launch of _decode, and that of combine_splits or None. Samples with more than split_tokens are not split."""
     lengths, page_table = options.lengths, cache.page_table
     (nheads, seqlen_q, head_dim), nheads_k, head_dim_v = q.shape[1:], k.shape[1], v.shape[-1]
-    group, batch_size = nheads // nheads_k, num_samples(q, lengths)
+    group, batch_size = nheads // nheads_k, lengths.num_samples(q)
     capacity = capacity_of(k, cache)
     if max(capacity, seqlen_q * group) > MAX_SEQLEN:
         raise ValueError(f"keys of a sample and rows times query heads of a key/value head go up to {MAX_SEQLEN}, got "
                          f"{capacity} and {seqlen_q} times {group}")
-    config = tile_of(q.dtype, rows, head_dim, head_dim_v, page_table is not None,
-                     properties(q.device).max_shared_memory)
-    kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
-    slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM, group)
-    slots *= 1 if lengths.is_packed else batch_size
+    config = choose_config(q.dtype, rows, head_dim, head_dim_v, page_table is not None,
+                           properties(q.device).max_shared_memory)
+    kBlockM, _, _, kBlockDv, num_warps, num_stages = config.values()
+    slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM, group) * q.shape[0]
     of_mask = mask_of(options.window)
     page_size = 1 if page_table is None else max(1, k.shape[2])  # one kernel for caches of any length
     table_strides = (None if x is None else x.stride(0) for x in (page_table, cache.tree_mask))
     decode = Launch(_decode, slots * max_splits * nheads_k, (
         strides_of(q, k, v, out), *table_strides, score_strides(q, score_options(options)), batch_size, nheads_k,
         seqlen_q, capacity, k.shape[0], max_splits, split_tokens, head_dim, head_dim_v, *of_mask,
-        options.softmax_scale < 0, page_size, group,
-        Tile(kBlockM, kBlockN, kBlockD, kBlockDv, head_dim < kBlockD or head_dim_v < kBlockDv)),
-        num_warps=num_warps, num_stages=num_stages)
+        options.softmax_scale < 0, page_size, group, tile_of(config, head_dim, head_dim_v)), num_warps=num_warps,
+        num_stages=num_stages)
     if max_splits == 1:
         return decode, None
     combine = Launch(combine_splits, batch_size * nheads_k * split_tokens * group, (
@@ -303,8 +299,7 @@ def run(q, k, v, options, cache):
     out, lse = empty_outputs(q, v)
     if not out.numel():
         return out, lse
-    lengths, page_table, group = options.lengths, cache.page_table, q.shape[1] // k.shape[1]
-    capacity = capacity_of(k, cache)
+    lengths, group, capacity = options.lengths, q.shape[1] // k.shape[1], capacity_of(k, cache)
     # Not by the number of all rows: no sample's result may depend on its batch. max_seqlen_q is a number of the call.
     max_seqlen_q = (cache.max_seqlen_q or SPLIT_ROWS) if lengths.is_packed else q.shape[2]
     rows, split_tokens = min(max_seqlen_q * group, SPLIT_ROWS), min(max_seqlen_q, max(1, SPLIT_ROWS // group))
@@ -312,17 +307,14 @@ def run(q, k, v, options, cache):
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         partial = None, None, None
         if max_splits > 1:
-            shape = num_samples(q, lengths), k.shape[1], max_splits, split_tokens * group
+            shape = lengths.num_samples(q), k.shape[1], max_splits, split_tokens * group
             o_accum = q.new_empty((*shape, v.shape[-1]), dtype=torch.float32)
             partial = o_accum, o_accum.new_empty(shape), o_accum.new_empty(shape)
         tables, scores = cache[:4], score_options(options)
         key = (q.device, options.softmax_scale < 0, options.window, scores.softcap is None, rows, split_tokens,
                max_splits, *layouts(q, k, v, *lengths, *tables, options.sinks, scores.slopes))
-        plan = _plans.get(key)
-        if plan is None:
-            plan = launches(q, k, v, out, options, cache, split_tokens, max_splits, rows)
-            remember(_plans, key, plan, q.device)
-        decode, combine = plan
+        decode, combine = _plans.get(key) or remember(
+            _plans, key, launches(q, k, v, out, options, cache, split_tokens, max_splits, rows), q.device)
         decode(q, k, v, out, lse, partial, lengths, tables, options.sinks, options.softmax_scale, scores)
         if combine is not None:
             combine(partial, out, lse, lengths, cache.leftpad_k, options.sinks, options.softmax_scale, scores)

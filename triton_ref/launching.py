@@ -39,14 +39,14 @@ def properties(device):
 
 
 def to_float(x):
-    """x in fp32 with a contiguous last dimension, or None for None. Triton's interpreter (3.6 to 3.9) gets dots and
-    casts of bf16 and fp8 wrong, so it is given this instead. The order of dimensions stays: fake kernels rely on it."""
+    """x in fp32 with a contiguous last dimension, for Triton's interpreter (3.6 to 3.9), which gets dots and casts of
+    bf16 and fp8 wrong. The order of dimensions stays: fake kernels rely on it."""
     return None if x is None else empty_like(x, torch.float32).copy_(x)
 
 
 class _TileMap:
-    """How TMA finds tiles of the shape `block` in tensors such as x, wherever they begin. The last dimension of x is
-    contiguous; one of size 1 may have any stride. layout is that of Gluon's shared memory, None for Triton's."""
+    """How TMA finds tiles of the shape `block` in tensors such as x, wherever they begin. layout is that of Gluon's
+    shared memory, None for Triton's."""
 
     def __init__(self, x, block, layout=None):
         strides = [stride if n > 1 else 16 for n, stride in zip(x.shape[:-1], x.stride())]
@@ -71,8 +71,8 @@ _thread = threading.local()
 
 
 def _need_context():
-    """Triton's launcher encodes descriptors in the CUDA context of the calling thread. A new thread has none until it
-    calls the CUDA runtime, as this does, also while a graph is captured."""
+    """Triton's launcher encodes descriptors in the CUDA context of the calling thread, which a new thread lacks until
+    it calls the CUDA runtime, as this does, also while a graph is captured."""
     if not hasattr(_thread, "has_context"):
         torch.cuda.is_current_stream_capturing()
         _thread.has_context = True
@@ -152,10 +152,6 @@ def mask_of(window):
             not is_causal and window != (-1, -1))
 
 
-def num_samples(q, lengths):
-    return lengths.cu_seqlens_q.shape[0] - 1 if lengths.is_packed else q.shape[0]
-
-
 def kind_of(q, k, options):
     """The part of a tuning key beside dtype and head_dim. Lengths of tensors and of a local window are rounded up to a
     power of two. Those of packed batches are left out: no sample's result may depend on its batch."""
@@ -182,8 +178,9 @@ def plan_key(options, q, *tensors):
 
 
 def remember(plans, key, plan, device):
-    """Keep plan for later calls with this key. One made under graph capture is not kept: it was not free to measure."""
+    """plan, kept for later calls with this key. One made under graph capture is not kept: it was not free to measure."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         if len(plans) >= MAX_PLANS:
             plans.clear()
         plans[key] = plan
+    return plan
