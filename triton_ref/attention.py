@@ -208,10 +208,8 @@ def finish(row_max, row_sum, is_empty, scale_o, sinks_ptr, h, is_row):
 
 @triton.jit
 def block_of_rows(cu_seqlens_q_ptr, batch_size, nheads, seqlen_q, kBlockM: tl.constexpr):
-    """(b, h, bh, sample, row0): the rows of this program begin at row0 of a sample, in element b of the tensor.
-
-    Blocks of one head are neighbours, to share its K and V in L2. The rows that see most under a causal mask go first.
-    """
+    """(b, h, bh, sample, row0): the rows of this program begin at row0 of a sample, in element b of the tensor. Blocks
+    of one head are neighbours, to share its K and V in L2. The rows that see most under a causal mask go first."""
     m_blocks = num_slots(cu_seqlens_q_ptr, batch_size, seqlen_q, kBlockM)
     m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
     bh = tl.program_id(0) // m_blocks

@@ -55,12 +55,8 @@ Q_TILES = {
 
 @functools.cache
 def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=None, bias_bytes=0, has_scores=False):
-    """Launch options to choose from, as those of attention.py.
-
-    Args:
-        side: "kv" or "q", whose gradients the kernel computes.
-        has_scores: something changes the scores.
-    """
+    """Launch options as those of attention.py, for side "kv" or "q", whose gradients the kernel computes. has_scores:
+    something changes the scores."""
     kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v or head_dim)
     largest = max(kBlockD, kBlockDv)
 

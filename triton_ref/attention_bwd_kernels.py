@@ -24,9 +24,7 @@ def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, lse_pa
                 softmax_scale, strides, batch_size, nheads, seqlen_q, seqlen_pad, head_dim_v, kBlockM: tl.constexpr,
                 kBlockDv: tl.constexpr):
     """delta = rowsum(dO ∘ O) - dlse, and lse as probabilities takes it, both (B, H, seqlen_pad). In a packed batch
-    sample b begins at its first slot of PAD rows. With sinks_ptr also -exp(sink - lse) · delta of each row.
-
-    Rows whose lse is -inf get delta 0, whatever dO and dlse hold, and lse inf, so that their P is 0. So do the rows
+    sample b begins at its first slot of PAD rows. With sinks_ptr also -exp(sink - lse) · delta of each row. Rows whose lse is -inf get delta 0, whatever dO and dlse hold, and lse inf, so that their P is 0. So do the rows
     behind a sample's end. A row without keys may have a sink as its lse: its O is 0, and its dO may be NaN.
     """
     m_blocks = tl.cdiv(seqlen_pad, kBlockM)

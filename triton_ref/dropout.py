@@ -48,10 +48,13 @@ def carries(word, keep_count):
     return (word & 0x7FFF7FFF) + keep_count.to(tl.uint32, bitcast=True) * 0x10001
 
 
+NO_DROPOUT = Dropout(None, keep_count(0.0), keep_scale(0.0))
+
+
 def dropout_of(options):
     """The Dropout of a kernel. A seed_with_origins goes as uint64: a kernel is compiled for it."""
     seed = options.dropout_seed
     if seed is None:
-        return Dropout(None, keep_count(0.0), keep_scale(0.0))
+        return NO_DROPOUT
     return Dropout(seed if seed.numel() == 1 else seed.view(torch.uint64), keep_count(options.dropout_p),
                    keep_scale(options.dropout_p))
