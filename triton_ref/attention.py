@@ -387,8 +387,7 @@ def launch(config, arguments, window, tma):
     q, k, v, out, _, lengths, *_, softmax_scale, scores = arguments
     if "kConsumers" in config:
         return attention_hopper.launch(config, q, k, v, out, window == (-1, 0), properties(q.device).num_sms)
-    (nheads, seqlen_q, head_dim), head_dim_v = q.shape[1:], out.shape[-1]
-    function, batch_size = (_flash_fwd_packed if lengths.is_packed else _flash_fwd), lengths.num_samples(q)
+    (nheads, seqlen_q, head_dim), head_dim_v, batch_size = q.shape[1:], out.shape[-1], lengths.num_samples(q)
     kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
     v_tile = (kBlockDv, kBlockN) if q.dtype in FP8_DTYPES and not lengths.is_packed else (kBlockN, kBlockDv)
     tiles = [(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)), (v, v_tile))]
@@ -396,8 +395,8 @@ def launch(config, arguments, window, tma):
                  k.shape[2], head_dim, head_dim_v, *mask_of(window), softmax_scale < 0,
                  tile_of(config, head_dim, head_dim_v, tma))
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM)
-    return Launch(function, slots * q.shape[0] * nheads, constants, tiles if tma else (), num_warps=num_warps,
-                  num_stages=num_stages)
+    return Launch(_flash_fwd_packed if lengths.is_packed else _flash_fwd, slots * q.shape[0] * nheads, constants,
+                  tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
 
 
 _plans = {}  # {all that a launch depends on: the launch}
@@ -468,9 +467,8 @@ def hopper_serves(q, out, tma, options):
 def candidates(q, out, tma, options=Options(1.0)):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
     is_hopper = hopper_works and hopper_serves(q, out, tma, options)
-    max_shared_memory = properties(q.device).max_shared_memory
-    of_bias = bias_bytes(options.attn_bias)
-    return tile_configs(q.dtype, q.shape[-1], max_shared_memory, is_hopper, out.shape[-1], of_bias), is_hopper
+    return tile_configs(q.dtype, q.shape[-1], properties(q.device).max_shared_memory, is_hopper, out.shape[-1],
+                        bias_bytes(options.attn_bias)), is_hopper
 
 
 def choose(config, arguments, options, tma):
