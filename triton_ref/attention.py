@@ -288,8 +288,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
 
 _flash_fwd_packed = triton.jit(do_not_specialize=["keep_count", *WINDOW, *PACKED_SIZES])(_flash_fwd.fn)
 
-# (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and the larger of kBlockD and kBlockDv. Without tuning
-# the first that fits serves; each list ends with one for the 99 KB of sm_86, sm_89 and sm_120.
+# (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and the larger of kBlockD and kBlockDv. The first
+# that fits serves without tuning; each list ends with one for the 99 KB of sm_86, sm_89 and sm_120.
 TILES = {
     # Products of true fp32 run on the plain FMA units and keep both operands in registers.
     (4, 64): [(64, 32, 4, 2)],

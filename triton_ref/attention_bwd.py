@@ -86,8 +86,8 @@ def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
 
 
 def _has_empty_rows(q, k, lengths, window):
-    """Whether lengths or a window may leave rows without a key. The host does not read lengths, but where those of q and
-    of k are one tensor, a sample has more rows than keys only if q is longer than k."""
+    """Whether lengths or a window may leave rows without a key. The host does not read lengths, but where those of q
+    and of k are one tensor, a sample has more rows than keys only if q is longer than k."""
     used_q, used_k = (None if x is None else x.data_ptr() for x in (lengths.seqused_q, lengths.seqused_k))
     return lengths.is_packed or window[1] >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + window[1])
 
@@ -128,8 +128,8 @@ def launch_bias(arguments, window):
     shares = [n == 1 for n in dbias.shape]
     sizes = batch_size, nheads, triton.cdiv(seqlen_q, block), triton.cdiv(seqlen_k, block)
     programs = math.prod(1 if is_shared else size for size, is_shared in zip(sizes, shares))
-    constants = (strides_of(q, k, v, dout, dbias.expand(*q.shape[:3], -1)), score_strides(q, scores), batch_size, nheads,
-                 nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *mask_of(window), *shares,
+    constants = (strides_of(q, k, v, dout, dbias.expand(*q.shape[:3], -1)), score_strides(q, scores), batch_size,
+                 nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *mask_of(window), *shares,
                  Tile(block, block, kBlockD, kBlockDv))
     return Launch(_flash_bwd_bias, programs, constants, num_warps=4, num_stages=1)
 

@@ -1,5 +1,5 @@
-"""The Triton kernels of the backward pass: _preprocess computes delta; _flash_bwd_kv dK and dV of one block of keys, in a
-loop over the rows that see it; _flash_bwd_q dQ of one block of rows; _flash_bwd_bias the gradient of a bias.
+"""The Triton kernels of the backward pass: _preprocess computes delta; _flash_bwd_kv dK and dV of one block of keys, in
+a loop over the rows that see it; _flash_bwd_q dQ of one block of rows; _flash_bwd_bias the gradient of a bias.
 
 Where query heads share keys, several programs may share a block of keys: each sums over a part of the heads, in fp32 in
 memory, and sum_splits adds these up. With dropout, M its mask and s its scale, dV = (P ∘ M · s)ᵀ dO and
@@ -24,7 +24,9 @@ def _preprocess(o_ptr, dout_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, lse_pa
                 softmax_scale, strides, batch_size, nheads, seqlen_q, seqlen_pad, head_dim_v, kBlockM: tl.constexpr,
                 kBlockDv: tl.constexpr):
     """delta = rowsum(dO ∘ O) - dlse, and lse as probabilities takes it, both (B, H, seqlen_pad). In a packed batch
-    sample b begins at its first slot of PAD rows. With sinks_ptr also -exp(sink - lse) · delta of each row. Rows whose lse is -inf get delta 0, whatever dO and dlse hold, and lse inf, so that their P is 0. So do the rows
+    sample b begins at its first slot of PAD rows. With sinks_ptr also -exp(sink - lse) · delta of each row.
+
+    Rows whose lse is -inf get delta 0, whatever dO and dlse hold, and lse inf, so that their P is 0. So do the rows
     behind a sample's end. A row without keys may have a sink as its lse: its O is 0, and its dO may be NaN.
     """
     m_blocks = tl.cdiv(seqlen_pad, kBlockM)
@@ -110,8 +112,8 @@ def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, h, bh, blocks, m
                      scores, dropout, kMasked: tl.constexpr, kEmptyRows: tl.constexpr, kClearDelta: tl.constexpr,
                      kRaggedRows: tl.constexpr, kTile: tl.constexpr):
     """dk [kBlockN, kBlockD] and dv / keep_scale [kBlockN, kBlockDv] with what one query head adds: its full blocks of
-    rows, or with kMasked the cut ones. kEmptyRows: these may have rows without a key, or the next sample's. kClearDelta:
-    and delta may be NaN there."""
+    rows, or with kMasked the cut ones. kEmptyRows: these may have rows without a key, or the next sample's.
+    kClearDelta: and delta may be NaN there."""
     kBlockM: tl.constexpr = kTile.kBlockM
     kBlockN: tl.constexpr = kTile.kBlockN
     cols = col0 + tl.arange(0, kBlockN)
@@ -309,7 +311,7 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, leng
 
 @triton.jit
 def _owned(idx, size, kIsShared: tl.constexpr):
-    """[begin, end) of what a program owns of a dimension, all if it is shared, and what is left of idx for the others."""
+    """[begin, end) of what a program owns of a dimension, all if it is shared, and the rest of idx for the others."""
     begin, end, rest = idx % size, idx % size + 1, idx // size
     if kIsShared:
         begin, end, rest = 0, size, idx

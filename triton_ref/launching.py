@@ -178,7 +178,7 @@ def plan_key(options, q, *tensors):
 
 
 def remember(plans, key, plan, device):
-    """plan, kept for later calls with this key. One made under graph capture is not kept: it was not free to measure."""
+    """plan, kept for later calls with this key, unless it was made under graph capture: it was not free to measure."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         if len(plans) >= MAX_PLANS:
             plans.clear()
