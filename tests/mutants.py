@@ -174,7 +174,7 @@ MUTANTS = [
     ("triton_ref/attention.py", "triton_nan_in_padding_by_tma",
      "kClearV: tl.constexpr = kIsPacked or lengths.seqused_k is not None", "kClearV: tl.constexpr = kIsPacked",
      "attention/test_twin.py -k samples_by_descriptors"),
-    ("triton_ref/preprocess.py", "triton_ignores_dlse", "delta -= tl.load(dlse +", "delta -= 0 * tl.load(dlse +",
+    ("triton_ref/attention_bwd_kernels.py", "triton_ignores_dlse", "delta -= tl.load(dlse +", "delta -= 0 * tl.load(dlse +",
      TWIN_LENGTHS),
     ("triton_ref/attention_bwd_kernels.py", "triton_dq_drops_by_sample_0",
      "kept = keep_tile(dropout, seq.b, h,", "kept = keep_tile(dropout, 0, h,",

@@ -2,10 +2,7 @@
 their positions (Su et al., RoFormer, 2021), and counts the keys.
 
 A program has one row of some heads: a new row of K and V, or a row of q. The last programs have the lengths. Nothing
-outside of the cache is written, whatever lengths, tables and slots say.
-
-Read next: decode.py, attention to the cache.
-"""
+outside of the cache is written, whatever lengths, tables and slots say. Read next: decode.py."""
 
 import torch
 import triton
@@ -173,10 +170,8 @@ def run(k_new, v_new, k_cache, v_cache, append):
     lengths = None if append.seqused_k is None else torch.empty_like(append.seqused_k)
     key = k_new.device, *append[-2:], *layouts(k_new, v_new, k_cache, v_cache, *append[:-2])
     with torch.accelerator.device_index(k_new.device.index):  # None on the CPU: nothing to switch
-        plan = _plans.get(key)
-        if plan is None:
-            plan = launch_of(k_new, v_new, k_cache, v_cache, append, q_rotated)
-            remember(_plans, key, plan, k_new.device)
+        plan = _plans.get(key) or remember(
+            _plans, key, launch_of(k_new, v_new, k_cache, v_cache, append, q_rotated), k_new.device)
         if plan.grid[0]:
             plan(k_new, v_new, k_cache, v_cache, append.q, q_rotated, lengths, append[:5], *append[6:10])
     return (k_new.new_empty(0) if q_rotated is None else q_rotated,

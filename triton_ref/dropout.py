@@ -1,7 +1,4 @@
-"""The mask of minimal_attn/reference/dropout.py, one tile at a time, for the kernels of both passes.
-
-Read next: attention.py and attention_bwd_kernels.py, which drop by it.
-"""
+"""The mask of minimal_attn/reference/dropout.py, one tile at a time, for the kernels of both passes."""
 
 from typing import Any, NamedTuple
 
@@ -51,12 +48,13 @@ def carries(word, keep_count):
     return (word & 0x7FFF7FFF) + keep_count.to(tl.uint32, bitcast=True) * 0x10001
 
 
-def seed_of(options):
-    """The seed of a kernel, or None for no dropout. A seed_with_origins goes as uint64: a kernel is compiled for it."""
+NO_DROPOUT = Dropout(None, keep_count(0.0), keep_scale(0.0))
+
+
+def dropout_of(options):
+    """The Dropout of a kernel. A seed_with_origins goes as uint64: a kernel is compiled for it."""
     seed = options.dropout_seed
-    return seed if seed is None or seed.numel() == 1 else seed.view(torch.uint64)
-
-
-def count_and_scale(dropout_p):
-    """(keep_count, keep_scale), as kernels take them. A kernel whose seed is None does not read them."""
-    return keep_count(dropout_p), keep_scale(dropout_p)
+    if seed is None:
+        return NO_DROPOUT
+    return Dropout(seed if seed.numel() == 1 else seed.view(torch.uint64), keep_count(options.dropout_p),
+                   keep_scale(options.dropout_p))

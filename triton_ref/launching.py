@@ -1,12 +1,9 @@
-"""Host code that attention.py, attention_bwd.py and matmul.py share: the properties of a GPU, launches that keep
-all that the next call can use again, plans of such launches, and sums of partial results.
-
-Read next: autotune.py, which chooses what a plan holds.
-"""
+"""Host code that all launchers share: the properties of a GPU, launches and plans of them for the calls that follow,
+and sums of partial results. Read next: autotune.py, which chooses what a plan holds."""
 
 import functools
 import threading
-from dataclasses import dataclass
+import types
 from typing import NamedTuple
 
 import torch
@@ -31,8 +28,7 @@ class Properties(NamedTuple):
 
 @functools.cache
 def properties(device):
-    """Properties of a GPU, from Triton's driver. The interpreter, which has no limits, gets those of an H200 without
-    TMA."""
+    """Properties of a GPU. The interpreter, which has no limits, gets those of an H200 without TMA."""
     if INTERPRETING:
         return Properties(0, 227 << 10, 132)
     with torch.accelerator.device_index(device.index):
@@ -43,24 +39,14 @@ def properties(device):
 
 
 def to_float(x):
-    """x in fp32 with a contiguous last dimension, or None for None. Triton's interpreter (3.6 to 3.9) gets dots and
-    casts of bf16 and fp8 wrong, so it is given this instead. The order of dimensions stays: fake kernels rely on it."""
+    """x in fp32 with a contiguous last dimension, for Triton's interpreter (3.6 to 3.9), which gets dots and casts of
+    bf16 and fp8 wrong. The order of dimensions stays: fake kernels rely on it."""
     return None if x is None else empty_like(x, torch.float32).copy_(x)
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """Stands for the tensor of a descriptor: it has all that the descriptor asks for, but keeps no memory alive."""
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self):
-        return self.address
-
-
 class _TileMap:
-    """How TMA finds tiles of the shape `block` in tensors such as x, wherever they begin. The last dimension of x is
-    contiguous; one of size 1 may have any stride. layout is that of Gluon's shared memory, None for Triton's."""
+    """How TMA finds tiles of the shape `block` in tensors such as x, wherever they begin. layout is that of Gluon's
+    shared memory, None for Triton's."""
 
     def __init__(self, x, block, layout=None):
         strides = [stride if n > 1 else 16 for n, stride in zip(x.shape[:-1], x.stride())]
@@ -68,7 +54,8 @@ class _TileMap:
         self.layout = layout
 
     def at(self, address):
-        memory = _Memory(address, self.dtype)
+        # In place of a tensor: it has all that a descriptor asks for, but keeps no memory alive.
+        memory = types.SimpleNamespace(dtype=self.dtype, data_ptr=lambda: address)
         if self.layout is None:
             return TensorDescriptor(memory, *self.sizes)
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
@@ -84,8 +71,8 @@ _thread = threading.local()
 
 
 def _need_context():
-    """Triton's launcher encodes descriptors in the CUDA context of the calling thread. A new thread has none until it
-    calls the CUDA runtime, as this does, also while a graph is captured."""
+    """Triton's launcher encodes descriptors in the CUDA context of the calling thread, which a new thread lacks until
+    it calls the CUDA runtime, as this does, also while a graph is captured."""
     if not hasattr(_thread, "has_context"):
         torch.cuda.is_current_stream_capturing()
         _thread.has_context = True
@@ -96,15 +83,12 @@ class Launch:
     time than looking a kernel up and putting its arguments together.
 
     Args:
-        function: the kernel. Its parameters are tensors and what else a call gives, then what is in `constants`.
+        function: the kernel. Its parameters are what a call gives, tensors first, then `constants`.
         programs: how many.
         constants: sizes, strides and constexprs, for all tensors of the layouts that the calls will have.
-        tiles: for each tensor (x, block) or (x, block, layout) where TMA reads it, as for _TileMap, None where the
-            kernel gets its address. Shorter than the tensors: None for the rest.
+        tiles: for each of the first tensors (x, block) or (x, block, layout) where TMA reads it, as for _TileMap, or
+            None where the kernel gets its address.
         options: num_warps and num_stages.
-
-    Raises:
-        ValueError: more programs than a launch can have.
     """
 
     def __init__(self, function, programs, constants, tiles=(), **options):
@@ -116,7 +100,7 @@ class Launch:
         self.named = ()  # which arguments of a call are named tuples
 
     def __call__(self, *arguments):
-        """Launch on the current device and stream. A tensor is None in every call or in none."""
+        """Launches on the current device and stream. A tensor is None in every call or in none."""
         if self.tile_maps:
             if arguments[0].is_cuda:
                 _need_context()
@@ -150,9 +134,8 @@ def _sum_splits(partial, out, numel, split_stride, kSplits: tl.constexpr, kBlock
 
 
 def sum_splits(out, split_stride, kSplits):
-    """A Launch, to be called with (partial, out): out = the sum of kSplits tensors, from first to last, which lie
-    in memory as out does. They are in fp32, and each begins split_stride elements after the one before. out has no gaps
-    in memory."""
+    """A Launch, to be called with (partial, out): out = the sum of kSplits fp32 tensors, from first to last. Each lies
+    in memory as out does, without gaps, and begins split_stride elements after the one before."""
     return Launch(_sum_splits, -(-out.numel() // 1024), (out.numel(), split_stride, kSplits, 1024))
 
 
@@ -163,24 +146,15 @@ PACKED_SIZES = "batch_size", "seqlen_q", "seqlen_k", "seqlen_pad"
 
 
 def mask_of(window):
-    """window_left, window_right, kIsCausal and kIsLocal of a kernel. A side without a bound is as wide as can be."""
+    """(window_left, window_right, kIsCausal, kIsLocal) of a kernel. A side without a bound is as wide as can be."""
     is_causal = window == (-1, 0)
     return (*(MAX_SEQLEN if n < 0 else min(n, MAX_SEQLEN) for n in window), is_causal,
             not is_causal and window != (-1, -1))
 
 
-def num_samples(q, lengths):
-    return lengths.cu_seqlens_q.shape[0] - 1 if lengths.is_packed else q.shape[0]
-
-
 def kind_of(q, k, options):
-    """The part of a tuning key that says on what a choice of tiles depends beside dtype and head_dim.
-
-    Lengths of tensors are rounded up to a power of two: 1025 to 2048 are tuned as one. Lengths of packed batches are
-    left out: no sample's result may depend on its batch. For a window that is neither none nor causal, the number of
-    keys that a row sees counts as well, rounded in the same way: in a narrow window a large tile computes much that the
-    mask then drops.
-    """
+    """The part of a tuning key beside dtype and head_dim. Lengths of tensors and of a local window are rounded up to a
+    power of two. Those of packed batches are left out: no sample's result may depend on its batch."""
     lengths, bias = options.lengths, options.attn_bias
     left, right, is_causal, is_local = mask_of(options.window)
     kind = (is_causal, is_local, lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None,
@@ -198,15 +172,15 @@ def layouts(*tensors):
 
 
 def plan_key(options, q, *tensors):
-    """All of a call that its launches depend on. Its numbers may be others in the next call: softmax_scale but for the
-    sign, softcap, dropout_p."""
+    """All of a call that its launches depend on. The values of softmax_scale, softcap and dropout_p may change."""
     return (q.device, options.window, options.softmax_scale < 0, options.softcap > 0,
             *layouts(q, *tensors, *options.tensors))
 
 
 def remember(plans, key, plan, device):
-    """Keep plan for later calls with this key. One made under graph capture is not kept: it was not free to measure."""
+    """plan, kept for later calls with this key, unless it was made under graph capture: it was not free to measure."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         if len(plans) >= MAX_PLANS:
             plans.clear()
         plans[key] = plan
+    return plan

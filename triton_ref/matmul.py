@@ -1,10 +1,9 @@
 """Matrix product in Triton: C = A B with fp32 sums, for matrices of any size and any strides.
 
-A program computes tiles [kBlockM, kBlockN] of C, one after the other. On GPUs with TMA (Hopper on) the hardware copies
-whole tiles, there is one program a multiprocessor, and the loops over tiles and over K are one: the first copies of the
-next tile are under way while this one is stored. Everywhere else a tile is read through pointers, by any strides. Few
-tiles leave multiprocessors idle: then kSplits programs share a tile's K, and a second kernel adds up what they found,
-always in the same order.
+A program computes tiles [kBlockM, kBlockN] of C, one after the other. With TMA (Hopper on) there is one program a
+multiprocessor, and the loops over tiles and over K are one: the first copies of the next tile are under way while this
+one is stored. Everywhere else a tile is read through pointers, by any strides. If there are few tiles, kSplits programs
+share a tile's K, and a second kernel adds up what they found, always in the same order.
 
 Read next: autotune.py, which picks the fastest of the configs that _ranked proposes.
 """
@@ -21,6 +20,7 @@ from triton import cdiv
 from minimal_attn.checks import check_matmul, check_no_derivative, is_eager
 
 from . import autotune
+from .attention import add_product
 from .launching import INTERPRETING, Launch, layouts, properties, remember, sum_splits
 
 
@@ -61,11 +61,7 @@ def _matmul(a, b, c, m, n, k, a_row_stride, a_col_stride, b_row_stride, b_col_st
             k_idx = (split * k_blocks + k_block) * kBlockK
             a_tile = _load(a, row, k_idx, m, k, a_row_stride, a_col_stride, kTma, kTransA, kBlockM, kBlockK)
             b_tile = _load(b, k_idx, col, k, n, b_row_stride, b_col_stride, kTma, kTransB, kBlockK, kBlockN)
-            if a_tile.dtype == tl.float32:
-                # Summed apart from acc: short sums round less. A plain addition would be folded back into the dot.
-                acc = tl.fma(acc, tl.full(acc.shape, 1.0, tl.float32), tl.dot(a_tile, b_tile, input_precision="ieee"))
-            else:
-                acc = tl.dot(a_tile, b_tile, acc)
+            acc = add_product(acc, a_tile, b_tile)
 
         row += split * m_blocks * kBlockM
         if kTma:
@@ -95,16 +91,12 @@ MAX_TRIED = 6  # configs that autotuning times
 
 def tile_config(dtype: torch.dtype, m: int, n: int, k: int, is_tma: bool = True, num_sms: int = 132,
                 shared_memory: int = 227 << 10) -> dict:
-    """The launch options for (m, k) times (k, n) by a model of the time, without a measurement and without a GPU.
+    """The launch options for (m, k) times (k, n) by a model of the time, without a measurement and without a GPU:
+    kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages.
 
     Args:
-        dtype: of the matrices.
-        m, n, k: sizes, from 1 on.
         is_tma: whether tiles are copied by TMA; then shared memory also holds a tile of C.
         num_sms, shared_memory: multiprocessors of the GPU, and the bytes that a program may have; by default an H200's.
-
-    Returns:
-        kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages.
     """
     return _ranked(dtype, m, n, k, is_tma, num_sms, shared_memory)[0]
 
@@ -150,13 +142,12 @@ def _contiguous_dim(x):
 
 
 def _tile(x, dim, kBlockRows, kBlockCols):
-    """Makes (matrix, sizes of a tile), as Launch takes it. Where dimension 0 is contiguous, TMA reads the transpose."""
+    """(matrix, sizes of a tile), as Launch takes it. Where dimension 0 is contiguous, TMA reads the transpose."""
     return (x, (kBlockRows, kBlockCols)) if dim == 1 else (x.T, (kBlockCols, kBlockRows))
 
 
 def _launch(a, b, c, dims, num_sms, config):
-    """Makes a function of (a, b, c) that computes c = a @ b. dims: the contiguous dimensions of a and b for TMA, or
-    None to read through pointers."""
+    """A function of (a, b, c) that computes c = a @ b. dims: the contiguous dimensions of a and b for TMA, or None."""
     (m, k), n = a.shape, b.shape[1]
     kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages = config.values()
     m_blocks = cdiv(m, kBlockM)
@@ -194,10 +185,7 @@ def _multiply(a: Tensor, b: Tensor, block_m: Optional[int], block_n: Optional[in
     options = block_m, block_n, block_k, use_autotune and autotune.is_on()
     key = (a.device, *layouts(a, b), *options)
     with torch.accelerator.device_index(a.device.index):  # no index, nothing to do: the CPU
-        plan = _plans.get(key)
-        if plan is None:
-            plan = _plan(a, b, c, *options)
-            remember(_plans, key, plan, a.device)
+        plan = _plans.get(key) or remember(_plans, key, _plan(a, b, c, *options), a.device)
         plan(a, b, c)
     return c
 
@@ -206,8 +194,7 @@ _plans = {}  # {all that a launch depends on: the launch}
 
 
 def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
-    """Returns _launch's function for a config: that of the given sizes of blocks, else the tuned or the usual one.
-    Autotuning overwrites c."""
+    """_launch's function for a config: that of the given sizes of blocks, else the tuned or the usual one."""
     (m, k), n = a.shape, b.shape[1]
     capability, shared_memory, num_sms = properties(a.device)
     dims = _contiguous_dim(a), _contiguous_dim(b)

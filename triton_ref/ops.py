@@ -1,8 +1,5 @@
 """The twin as ops of torch with a derivative, and as a backend of minimal_attn, which imports this file.
-
-Read next: attention.py, the forward pass; attention_bwd.py, the backward pass; decode.py, attention to a cache;
-append.py, which fills one; ../minimal_attn/backends/ops.py, the derivative.
-"""
+Read next: attention.py; ../minimal_attn/backends/ops.py, the derivative."""
 
 import torch
 
@@ -39,8 +36,8 @@ def triton_forward(q, k, v, *of_op):
     f"{schema_of(Options, fields=BACKWARD_FIELDS)}, bool need_dq=True, bool need_dkv=True, bool need_dsinks=False, "
     "bool need_dbias=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"))
 def triton_backward(dout, dlse, q, k, v, out, lse, *given):
-    """dq like q, dk like k, dv like v, dsinks like sinks, dbias like attn_bias: what triton_forward's inputs get of
-    dout (B, H, Sq, Dv) and dlse (B, H, Sq), or None. Those that are not needed have no elements."""
+    """The gradients (dq, dk, dv, dsinks, dbias) of triton_forward's inputs by dout (B, H, Sq, Dv) and dlse (B, H, Sq)
+    or None. Those that are not needed have no elements."""
     options, needed = _options(given[:OF_OP + 1]), given[OF_OP + 1:]
     gradients = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, *needed, *ops.NEEDED[len(needed):])
     return tuple(like.new_empty(0) if x is None else x for x, like in zip(gradients, (q, q, q, lse, lse)))
