@@ -166,8 +166,8 @@ def _attend(acc_o, row_max, row_sum, q, k, v, h, row0, seq, mask, visible, block
 
 @triton.jit(do_not_specialize=WINDOW)
 def _transpose_v(v_ptr, vt_ptr, lengths, v_strides, nheads_k, seqlen_q, seqlen_k, seqlen_vt, head_dim_v, window_left,
-                 window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kBlockN: tl.constexpr,
-                 kBlockDv: tl.constexpr):
+                 window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr,
+                 kBlockN: tl.constexpr, kBlockDv: tl.constexpr):
     """Vᵀ (B, Hk, Dv, seqlen_vt), contiguous, of fp8 V: tensor cores take an 8-bit second operand that way alone. Keys
     that no row sees become 0.
 
@@ -183,7 +183,7 @@ def _transpose_v(v_ptr, vt_ptr, lengths, v_strides, nheads_k, seqlen_q, seqlen_k
     seq = sequence(lengths, b, 1, seqlen_q, seqlen_k)
     is_key = keys < seq.seqlen_k
     if kIsLocal:
-        is_key &= keys >= keys_of(make_mask(seq, window_left, window_right, kIsCausal, kIsLocal), 0).begin
+        is_key &= keys >= keys_of(make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk), 0).begin
     v = tl.load(head_of(v_ptr, v_strides, b, h_k, 0) + keys.to(tl.int64)[:, None] * v_strides.row + dims[None, :],
                 mask=is_key[:, None] & (dims[None, :] < head_dim_v), other=0.0)
     tl.store(vt_ptr + (bh * head_dim_v + dims[:, None]) * seqlen_vt + places[None, :], v.T,
@@ -222,10 +222,11 @@ def block_of_rows(cu_seqlens_q_ptr, batch_size, nheads, seqlen_q, kBlockM: tl.co
 
 @triton.jit(do_not_specialize=["keep_count", "batch_size", *WINDOW])
 def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/flash.h; v is Vᵀ in fp8, if not packed
+               max_ptr,  # (B, H, Sq), or None
                lengths, sinks_ptr, descales, seed_ptr, keep_count, keep_scale, softmax_scale, score_options,
                strides, score_strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
-               window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kNegateQ: tl.constexpr,
-               kTile: tl.constexpr):
+               window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr,
+               kNegateQ: tl.constexpr, kTile: tl.constexpr):
     """lengths, descales: those of minimal_attn.options.Options. strides: of q, k, v and o."""
     kIsPacked: tl.constexpr = lengths.cu_seqlens_q is not None
     kBlockM: tl.constexpr = kTile.kBlockM
@@ -238,7 +239,7 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     if kIsPacked:
         if row0 >= seq.padded_q:
             return
-    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
     visible, blocks = keys_of(mask, rows), key_blocks(mask, row0, kBlockM, kTile.kBlockN)
     first_key = None
     if kIsLocal:  # the rows see no key before it
@@ -275,12 +276,16 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
 
     is_empty = (visible.begin >= visible.end) | (row_sum == 0.0)
     row_max *= numbers.unit
+    is_stored = rows < seq.padded_q
+    if max_ptr is not None:
+        tl.store(max_ptr + bh.to(tl.int64) * seqlen_q + seq.q_begin + rows,
+                 tl.where(visible.begin < visible.end, row_max, float("-inf")), mask=is_stored)
     if score_options.bias is not None:  # the backward pass clamps low scores, see shifted
         row_max = tl.maximum(row_max, LOWEST)
     if kIsFp8:  # p was 2^8 times what it is
         row_max -= 8 * 0.6931471805599453
     factor, lse = finish(row_max, row_sum, is_empty, scale_o, sinks_ptr, h, rows < seq.seqlen_q)
-    tl.store(lse_ptr + bh.to(tl.int64) * seqlen_q + seq.q_begin + rows, lse, mask=rows < seq.padded_q)
+    tl.store(lse_ptr + bh.to(tl.int64) * seqlen_q + seq.q_begin + rows, lse, mask=is_stored)
     # The out of an empty row is 0 even where V, times probabilities of 0, gave NaN.
     store_tile(o_ptr, o_strides, b, h, seq.q_begin, rows, seq.padded_q, head_dim_v,
                tl.where(is_empty[:, None], 0.0, acc_o * factor[:, None]))
@@ -370,7 +375,7 @@ def can_use_tma(*tensors):
                        for n, stride in zip(x.shape[:-1], x.stride()[:-1])) for x in tensors)
 
 
-def transposed(v, seqlen_q, lengths, window):
+def transposed(v, seqlen_q, lengths, mask):
     """Vᵀ of fp8 V by _transpose_v. Its length is rounded up to 16, so that rows start where TMA can."""
     batch_size, nheads_k, seqlen_k, head_dim_v = v.shape
     seqlen_vt = triton.cdiv(seqlen_k, 16) * 16
@@ -378,21 +383,21 @@ def transposed(v, seqlen_q, lengths, window):
     if vt.numel():
         grid = (triton.cdiv(seqlen_vt, 64) * batch_size * nheads_k,)
         _transpose_v[grid](v, vt, lengths, *strides_of(v), nheads_k, seqlen_q, seqlen_k, seqlen_vt, head_dim_v,
-                           *mask_of(window), kBlockN=64, kBlockDv=block_d(v.dtype, head_dim_v))
+                           *mask, kBlockN=64, kBlockDv=block_d(v.dtype, head_dim_v))
     return vt
 
 
-def launch(config, arguments, window, tma):
-    """A Launch for a window and the arguments that _flash_fwd has first. tma: descriptors reach q, k and v."""
-    q, k, v, out, _, lengths, *_, softmax_scale, scores = arguments
+def launch(config, arguments, mask, tma):
+    """A Launch for mask_of a call and the arguments that _flash_fwd has first. tma: descriptors reach q, k and v."""
+    q, k, v, out, _, _, lengths, *_, softmax_scale, scores = arguments
     if "kConsumers" in config:
-        return attention_hopper.launch(config, q, k, v, out, window == (-1, 0), properties(q.device).num_sms)
+        return attention_hopper.launch(config, q, k, v, out, mask[2], properties(q.device).num_sms)
     (nheads, seqlen_q, head_dim), head_dim_v, batch_size = q.shape[1:], out.shape[-1], lengths.num_samples(q)
     kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
     v_tile = (kBlockDv, kBlockN) if q.dtype in FP8_DTYPES and not lengths.is_packed else (kBlockN, kBlockDv)
     tiles = [(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)), (v, v_tile))]
     constants = (strides_of(q, k, v, out), score_strides(q, scores), batch_size, nheads, k.shape[1], seqlen_q,
-                 k.shape[2], head_dim, head_dim_v, *mask_of(window), softmax_scale < 0,
+                 k.shape[2], head_dim, head_dim_v, *mask, softmax_scale < 0,
                  tile_of(config, head_dim, head_dim_v, tma))
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM)
     return Launch(_flash_fwd_packed if lengths.is_packed else _flash_fwd, slots * q.shape[0] * nheads, constants,
@@ -409,23 +414,25 @@ def in_float(options):
 
 
 def run(q, k, v, options, config=None):
-    """(out, lse) of checked inputs and minimal_attn.options.Options, by config or else by one of tile_configs."""
+    """(out, lse, max_logits or None) of checked inputs and minimal_attn.options.Options, by config or else by one of
+    tile_configs."""
     if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
-        out, lse = run(*map(to_float, (q, k, v)), in_float(options), config)
-        return empty_outputs(q, v)[0].copy_(out), lse
+        out, *more = run(*map(to_float, (q, k, v)), in_float(options), config)
+        return empty_outputs(q, v)[0].copy_(out), *more
     out, lse = empty_outputs(q, v)
+    max_logits = torch.empty_like(lse) if options.return_max_logits else None
     if not out.numel():
-        return out, lse
+        return out, lse, max_logits
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         if q.dtype in FP8_DTYPES and not options.lengths.is_packed:
-            v = transposed(v, q.shape[2], options.lengths, options.window)
-        arguments = (q, k, v, out, lse, options.lengths, options.sinks, options.descales, *dropout_of(options),
-                     options.softmax_scale, score_options(options))
+            v = transposed(v, q.shape[2], options.lengths, mask_of(options))
+        arguments = (q, k, v, out, lse, max_logits, options.lengths, options.sinks, options.descales,
+                     *dropout_of(options), options.softmax_scale, score_options(options))
         key = (*plan_key(options, q, k, v), options.autotune and tuner.is_on(), config and tuple(config.values()))
         plan = _plans.get(key)
         if plan is not None:
             plan(*arguments)
-            return out, lse
+            return out, lse, max_logits
         tma = can_use_tma(q, k, v)
         suits_hopper = not config and hopper_serves(q, out, tma, options)
         if suits_hopper and attention_hopper is None:
@@ -440,7 +447,7 @@ def run(q, k, v, options, config=None):
             plan = choose(config, arguments, options, tma)
             plan(*arguments)
         remember(_plans, key, plan, q.device)
-    return out, lse
+    return out, lse, max_logits
 
 
 def give_up_hopper(reason):
@@ -461,7 +468,8 @@ def hopper_serves(q, out, tma, options):
     """Whether attention_hopper.py is for a call, if it works."""
     return (properties(q.device).capability // 10 == 9 and tma and can_use_tma(out) and q.dtype.itemsize == 2
             and q.shape[-1] > 32 and q.shape[-1] == out.shape[-1] and options.window in ((-1, -1), (-1, 0))
-            and options.softmax_scale >= 0 and not options.softcap and all(x is None for x in options.tensors))
+            and not (options.attention_chunk or options.return_max_logits or options.softcap)
+            and options.softmax_scale >= 0 and all(x is None for x in options.tensors))
 
 
 def candidates(q, out, tma, options=Options(1.0)):
@@ -477,5 +485,5 @@ def choose(config, arguments, options, tma):
     configs, is_hopper = ([config], False) if config else candidates(q, out, tma, options)
     key = (str(q.dtype), block_d(q.dtype, q.shape[-1]), block_d(q.dtype, out.shape[-1]), *kind_of(q, k, options), tma,
            is_hopper)
-    launch_of = lambda config: launch(config, arguments, options.window, tma)  # noqa: E731
+    launch_of = lambda config: launch(config, arguments, mask_of(options), tma)  # noqa: E731
     return tuner.fastest_launch("attention", key, configs, launch_of, arguments, options.autotune)

@@ -85,14 +85,15 @@ def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
     return _splits_of.fn(rows, min(group, 16, rows // seqlen_k))
 
 
-def _has_empty_rows(q, k, lengths, window):
+def _has_empty_rows(q, k, options):
     """Whether lengths or a window may leave rows without a key. The host does not read lengths, but where those of q
     and of k are one tensor, a sample has more rows than keys only if q is longer than k."""
+    lengths, right = options.lengths, 0 if options.attention_chunk else options.window_right
     used_q, used_k = (None if x is None else x.data_ptr() for x in (lengths.seqused_q, lengths.seqused_k))
-    return lengths.is_packed or window[1] >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + window[1])
+    return lengths.is_packed or right >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + right)
 
 
-def _launch(side, config, tma, arguments, window, has_empty_rows, clears_delta):
+def _launch(side, config, tma, arguments, mask, has_empty_rows, clears_delta):
     """A Launch for the gradients of one side, "kv" or "q", for the arguments that its kernel has first. clears_delta:
     delta may be NaN in rows without a key."""
     q, k, v, dout, *gradients, lse_padded, delta, lengths = arguments[:-5]
@@ -112,13 +113,13 @@ def _launch(side, config, tma, arguments, window, has_empty_rows, clears_delta):
              (dout, (1, 1, kBlockM, kBlockDv)), *[None] * len(gradients), (lse_padded, (1, kBlockM)),
              (delta, (1, kBlockM))]
     constants = (strides_of(q, k, v, dout, *gradients), score_strides(q, arguments[-1]), batch_size, nheads, nheads_k,
-                 seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *splits, *mask_of(window), has_empty_rows,
+                 seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *splits, *mask, has_empty_rows,
                  *flags, tile_of(config, head_dim, head_dim_v, tma))
     return Launch(function, blocks * q.shape[0], constants, tiles if tma else (), num_warps=num_warps,
                   num_stages=num_stages)
 
 
-def launch_bias(arguments, window):
+def launch_bias(arguments, mask):
     """A Launch of _flash_bwd_bias for the arguments that it has first. dbias is fp32 and contiguous."""
     q, k, v, dout, dbias, _, delta, *_, scores = arguments
     (batch_size, nheads, seqlen_q, head_dim), (nheads_k, seqlen_k), head_dim_v = q.shape, k.shape[1:3], v.shape[-1]
@@ -129,7 +130,7 @@ def launch_bias(arguments, window):
     sizes = batch_size, nheads, triton.cdiv(seqlen_q, block), triton.cdiv(seqlen_k, block)
     programs = math.prod(1 if is_shared else size for size, is_shared in zip(sizes, shares))
     constants = (strides_of(q, k, v, dout, dbias.expand(*q.shape[:3], -1)), score_strides(q, scores), batch_size,
-                 nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *mask_of(window), *shares,
+                 nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *mask, *shares,
                  Tile(block, block, kBlockD, kBlockDv))
     return Launch(_flash_bwd_bias, programs, constants, num_warps=4, num_stages=1)
 
@@ -144,7 +145,7 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
     Raises:
         NotImplementedError: a packed batch with seqused_k; on a GPU, float32 with dropout and a bias or a mask.
     """
-    lengths, window = options.lengths, options.window
+    lengths = options.lengths
     if lengths.is_packed and lengths.seqused_k is not None:
         raise NotImplementedError("backend='triton' has no backward pass for cu_seqlens with seqused_k: key ranges may "
                                   "overlap")
@@ -186,7 +187,7 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
     if need_dq:
         sides["q"] = q, k, v, dout, dq, *shared
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
-        has_empty_rows = _has_empty_rows(q, k, lengths, window)
+        has_empty_rows = _has_empty_rows(q, k, options)
         # A row without a key has an lse if there are sinks, and so its dlse counts.
         clears_delta = has_empty_rows and dlse is not None and options.sinks is not None
         key = (*plan_key(options, q, k, v, out, dout, lse, dlse), options.autotune and tuner.is_on(), has_empty_rows,
@@ -203,7 +204,7 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
             plan |= {side: _choose(side, arguments, options, has_empty_rows, clears_delta)
                      for side, arguments in sides.items()}
             if need_dbias:
-                plan["bias"] = launch_bias((q, k, v, dout, dbias, *shared), window)
+                plan["bias"] = launch_bias((q, k, v, dout, dbias, *shared), mask_of(options))
             if max_splits > 1:
                 plan |= {"sum_k": sum_splits(dk, split_stride, max_splits),
                          "sum_v": sum_splits(dv, split_stride, max_splits)}
@@ -269,6 +270,6 @@ def _choose(side, arguments, options, has_empty_rows, clears_delta):
     key = (str(q.dtype), configs[0]["kBlockD"], configs[0]["kBlockDv"], *kind_of(q, k, options), tma)
 
     def launch(config):
-        return _launch(side, config, tma, arguments, options.window, has_empty_rows, clears_delta)
+        return _launch(side, config, tma, arguments, mask_of(options), has_empty_rows, clears_delta)
 
     return tuner.fastest_launch(f"attention_bwd_{side}", key, configs, launch, arguments, options.autotune)

@@ -164,8 +164,8 @@ def _splits_of(rows, max_splits):
 def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, lengths, seed_ptr, keep_count,
                   keep_scale, softmax_scale, score_options, strides, score_strides, batch_size, nheads, nheads_k,
                   seqlen_q, seqlen_k, seqlen_pad, head_dim, head_dim_v, max_splits, split_stride, window_left,
-                  window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr,
-                  kClearDelta: tl.constexpr, kRaggedRows: tl.constexpr, kTile: tl.constexpr):
+                  window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr,
+                  kEmptyRows: tl.constexpr, kClearDelta: tl.constexpr, kRaggedRows: tl.constexpr, kTile: tl.constexpr):
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over those of a
     split. strides: of q, k, v, dout, dk and dv."""
     kBlockN: tl.constexpr = kTile.kBlockN
@@ -186,7 +186,7 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
         if col0 >= seq.padded_k:
             return
         pad_begin = first_padded_row(seq)
-    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
     blocks = row_blocks(mask, col0, kTile.kBlockM, kBlockN)
 
     # Keys beyond the sample's end are 0 here, or the next sample's. Those that a window hides from all rows may be NaN.
@@ -267,7 +267,7 @@ def _accumulate_dq(dq, q, dout, lse, delta, k, v, h, row0, seq, mask, visible, b
 def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, lengths, seed_ptr, keep_count, keep_scale,
                  softmax_scale, score_options, strides, score_strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k,
                  seqlen_pad, head_dim, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr,
-                 kIsLocal: tl.constexpr, kEmptyRows: tl.constexpr, kTile: tl.constexpr):
+                 kIsLocal: tl.constexpr, kChunk: tl.constexpr, kEmptyRows: tl.constexpr, kTile: tl.constexpr):
     """dQ of kBlockM rows of one head. strides: of q, k, v, dout and dq."""
     kIsPacked: tl.constexpr = lengths.cu_seqlens_q is not None
     kBlockM: tl.constexpr = kTile.kBlockM
@@ -282,7 +282,7 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, leng
         if row0 >= seq.padded_q:
             return
         pad_begin = first_padded_row(seq)
-    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
     visible, blocks = keys_of(mask, rows), key_blocks(mask, row0, kBlockM, kTile.kBlockN)
     first_key = None
     if kIsLocal:  # the rows see no key before it
@@ -322,7 +322,7 @@ def _owned(idx, size, kIsShared: tl.constexpr):
 def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr, lengths, seed_ptr, keep_count,
                     keep_scale, softmax_scale, score_options, strides, score_strides, batch_size, nheads, nheads_k,
                     seqlen_q, seqlen_k, seqlen_pad, head_dim, head_dim_v, window_left, window_right,
-                    kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kSharesBatch: tl.constexpr,
+                    kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr, kSharesBatch: tl.constexpr,
                     kSharesHeads: tl.constexpr, kSharesRows: tl.constexpr, kSharesKeys: tl.constexpr,
                     kTile: tl.constexpr):
     """dbias = Σ dS over the samples, heads, rows and keys that share an element of it. A program owns kBlockM rows and
@@ -341,7 +341,7 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
     dbias = tl.zeros([kBlockM, kBlockN], tl.float32)
     for b in range(b_begin, b_end):
         seq = sequence(lengths, b, batch_size, seqlen_q, seqlen_k)
-        mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
+        mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
         for h in range(h_begin, h_end):
             h_k, bh = h // (nheads // nheads_k), b * nheads + h
             scores = Scores(score_numbers(softmax_scale, score_options, score_strides, seq, h), score_options,

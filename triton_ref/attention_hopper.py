@@ -285,4 +285,4 @@ def launch(config, q, k, v, out, causal, num_sms):
     constants = (q.shape[1], k.shape[1], num_tiles, chunk, q.shape[2], k.shape[2], causal, kConsumers, kStages,
                  REGISTERS[kConsumers])
     start = Launch(_flash_fwd, programs, constants, tiles, num_warps=4)
-    return lambda q, k, v, out, lse, *options: start(q, k, v, out, lse, options[-2])  # softmax_scale
+    return lambda q, k, v, out, lse, _, *options: start(q, k, v, out, lse, options[-2])  # softmax_scale

@@ -100,8 +100,8 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
             lengths, tables, sinks_ptr, softmax_scale, score_options,  # tables: the tensors of minimal_attn's Cache
             strides, page_table_stride, tree_batch_stride, score_strides, batch_size, nheads_k, seqlen_q, capacity,
             num_sequences, max_splits, split_tokens, head_dim, head_dim_v, window_left, window_right,
-            kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kNegateQ: tl.constexpr, kPageSize: tl.constexpr,
-            kGroup: tl.constexpr, kTile: tl.constexpr):
+            kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr, kNegateQ: tl.constexpr,
+            kPageSize: tl.constexpr, kGroup: tl.constexpr, kTile: tl.constexpr):
     kBlockM: tl.constexpr = kTile.kBlockM
     kBlockN: tl.constexpr = kTile.kBlockN
     kBlockDv: tl.constexpr = kTile.kBlockDv
@@ -119,7 +119,7 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
         sample, m_block = slot // m_blocks, slot % m_blocks
         b = sample
     seq = cached_sequence(lengths, leftpad_k_ptr, sample, batch_size, seqlen_q, capacity)
-    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
     row0 = m_block * kBlockM
     share = share_keys(seq, mask, row0, max_splits, split_tokens, kGroup, kBlockM)
     if (split_idx >= share.num_splits) | (row0 // kGroup >= seq.padded_q):
@@ -195,15 +195,15 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
 @triton.jit(do_not_specialize=[*WINDOW, *SIZES])
 def combine_splits(partial, o_ptr, lse_ptr, lengths, leftpad_k_ptr, sinks_ptr, softmax_scale, score_options, o_strides,
                    batch_size, nheads_k, seqlen_q, capacity, max_splits, split_tokens, head_dim_v,
-                   window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kGroup: tl.constexpr,
-                   kBlockM: tl.constexpr, kBlockDv: tl.constexpr):
+                   window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr,
+                   kGroup: tl.constexpr, kBlockM: tl.constexpr, kBlockDv: tl.constexpr):
     """One program adds up the splits of one packed row. The result of a row that is not split is stored already."""
     row, bh = tl.program_id(0) % (split_tokens * kGroup), tl.program_id(0) // (split_tokens * kGroup)
     sample, h_k, token = bh // nheads_k, bh % nheads_k, row // kGroup
     h = h_k * kGroup + row % kGroup
     o_accum_ptr, max_accum_ptr, sum_accum_ptr = partial
     seq = cached_sequence(lengths, leftpad_k_ptr, sample, batch_size, seqlen_q, capacity)
-    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
     share = share_keys(seq, mask, row // kBlockM * kBlockM, max_splits, split_tokens, kGroup, kBlockM)
     if (token >= seq.seqlen_q) | (share.num_splits == 1):
         return
@@ -272,7 +272,7 @@ def launches(q, k, v, out, options, cache, split_tokens, max_splits, rows):
                            properties(q.device).max_shared_memory)
     kBlockM, _, _, kBlockDv, num_warps, num_stages = config.values()
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM, group) * q.shape[0]
-    of_mask = mask_of(options.window)
+    of_mask = mask_of(options)
     page_size = 1 if page_table is None else max(1, k.shape[2])  # one kernel for caches of any length
     table_strides = (None if x is None else x.stride(0) for x in (page_table, cache.tree_mask))
     decode = Launch(_decode, slots * max_splits * nheads_k, (
@@ -311,8 +311,8 @@ def run(q, k, v, options, cache):
             o_accum = q.new_empty((*shape, v.shape[-1]), dtype=torch.float32)
             partial = o_accum, o_accum.new_empty(shape), o_accum.new_empty(shape)
         tables, scores = cache[:4], score_options(options)
-        key = (q.device, options.softmax_scale < 0, options.window, scores.softcap is None, rows, split_tokens,
-               max_splits, *layouts(q, k, v, *lengths, *tables, options.sinks, scores.slopes))
+        key = (q.device, options.softmax_scale < 0, options.window, options.attention_chunk, scores.softcap is None,
+               rows, split_tokens, max_splits, *layouts(q, k, v, *lengths, *tables, options.sinks, scores.slopes))
         decode, combine = _plans.get(key) or remember(
             _plans, key, launches(q, k, v, out, options, cache, split_tokens, max_splits, rows), q.device)
         decode(q, k, v, out, lse, partial, lengths, tables, options.sinks, options.softmax_scale, scores)

@@ -145,24 +145,26 @@ WINDOW = "window_left", "window_right"
 PACKED_SIZES = "batch_size", "seqlen_q", "seqlen_k", "seqlen_pad"
 
 
-def mask_of(window):
-    """(window_left, window_right, kIsCausal, kIsLocal) of a kernel. A side without a bound is as wide as can be."""
-    is_causal = window == (-1, 0)
+def mask_of(options):
+    """(window_left, window_right, kIsCausal, kIsLocal, kChunk) of a kernel. A side without a bound is as wide as can
+    be."""
+    window, chunk = options.window, min(options.attention_chunk, MAX_SEQLEN)
+    is_causal = window == (-1, 0) and chunk == 0
     return (*(MAX_SEQLEN if n < 0 else min(n, MAX_SEQLEN) for n in window), is_causal,
-            not is_causal and window != (-1, -1))
+            not is_causal and (window != (-1, -1) or chunk > 0), chunk)
 
 
 def kind_of(q, k, options):
     """The part of a tuning key beside dtype and head_dim. Lengths of tensors and of a local window are rounded up to a
     power of two. Those of packed batches are left out: no sample's result may depend on its batch."""
     lengths, bias = options.lengths, options.attn_bias
-    left, right, is_causal, is_local = mask_of(options.window)
+    left, right, is_causal, is_local, chunk = mask_of(options)
     kind = (is_causal, is_local, lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None,
             options.dropout_seed is not None, options.alibi_slopes is not None, options.softcap > 0,
             bias if bias is None else (str(bias.dtype), bias.shape[2] > 1, bias.shape[3] > 1))
     sizes = () if lengths.is_packed else (q.shape[2], k.shape[2])
     if is_local:
-        sizes += (left + right + 1,)
+        sizes += (min(left + right + 1, chunk or MAX_SEQLEN),)
     return (*kind, *(min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in sizes))
 
 
@@ -173,8 +175,8 @@ def layouts(*tensors):
 
 def plan_key(options, q, *tensors):
     """All of a call that its launches depend on. The values of softmax_scale, softcap and dropout_p may change."""
-    return (q.device, options.window, options.softmax_scale < 0, options.softcap > 0,
-            *layouts(q, *tensors, *options.tensors))
+    return (q.device, options.window, options.attention_chunk, options.return_max_logits, options.softmax_scale < 0,
+            options.softcap > 0, *layouts(q, *tensors, *options.tensors))
 
 
 def remember(plans, key, plan, device):

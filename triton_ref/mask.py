@@ -21,8 +21,9 @@ class Mask(NamedTuple):
     seqlen_k: Any
     left: Any  # with kIsLocal row i sees the keys j >= i + left
     right: Any  # with kIsCausal or kIsLocal row i sees the keys j <= i + right
-    kIsCausal: Any  # these two are compiled in; with neither every row sees every key
+    kIsCausal: Any  # these three are compiled in; with neither of two every row sees every key
     kIsLocal: Any
+    kChunk: Any  # with kIsLocal, of the positions of keys; 0 is none
 
 
 class Range(NamedTuple):
@@ -40,16 +41,25 @@ class BlockRange(NamedTuple):
 
 
 @triton.jit
-def make_mask(seq, window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr):
+def make_mask(seq, window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr,
+              kChunk: tl.constexpr = 0):
     """The Mask of a Sequence, aligned bottom-right: the last row is at the last key. With kIsLocal a row sees the keys
-    from window_left before its own to window_right after it."""
+    from window_left before its own to window_right after it, of those in its own chunk."""
     left, right = 0, seq.seqlen_k  # beyond every key, for every row
     if kIsCausal:
         right = seq.seqlen_k - seq.seqlen_q
     if kIsLocal:  # a window that reaches beyond all keys is cut, so that no sum overflows
         left = seq.seqlen_k - seq.seqlen_q - tl.minimum(window_left, seq.seqlen_k)
         right = seq.seqlen_k - seq.seqlen_q + tl.minimum(window_right, seq.seqlen_q)
-    return Mask(seq.seqlen_q, seq.seqlen_k, left, right, kIsCausal, kIsLocal)
+    return Mask(seq.seqlen_q, seq.seqlen_k, left, right, kIsCausal, kIsLocal, kChunk)
+
+
+@triton.jit
+def _chunk_of(mask, position):
+    """The keys of a position's chunk; none before the first key."""
+    size = tl.maximum(mask.kChunk, 1)
+    begin = tl.maximum(position, 0) // size * size
+    return Range(begin, tl.where(position < 0, 0, begin + tl.minimum(size, mask.seqlen_k - begin)))  # no sum overflows
 
 
 @triton.jit
@@ -57,20 +67,28 @@ def keys_of(mask, row):
     """The keys that a row, or each of several, sees. A row beyond seqlen_q sees none."""
     begin = tl.where(mask.kIsLocal, tl.maximum(row + mask.left, 0), 0)
     end = tl.minimum(row + 1, mask.seqlen_k - mask.right) + mask.right  # at most seqlen_k; no sum overflows
+    chunk = _chunk_of(mask, row + (mask.seqlen_k - mask.seqlen_q))
+    begin = tl.where(mask.kChunk > 0, tl.maximum(begin, chunk.begin), begin)
+    end = tl.where(mask.kChunk > 0, tl.minimum(end, chunk.end), end)
     return Range(begin, tl.where(row < mask.seqlen_q, tl.maximum(end, 0), 0))
 
 
 @triton.jit
 def has_keys(mask, row):
     """Whether a valid row sees a key, if the sample has keys: fewer instructions than keys_of takes."""
-    return row + mask.right >= 0
+    diagonal = mask.seqlen_k - mask.seqlen_q
+    return row + tl.where(mask.kChunk > 0, tl.minimum(mask.right, diagonal), mask.right) >= 0
 
 
 @triton.jit
 def rows_of(mask, key):
     """The rows that see a key, or each of several. A key beyond seqlen_k is seen by none."""
-    begin = tl.maximum(tl.minimum(mask.seqlen_q, key - mask.right), 0)
+    begin = key - mask.right
     end = tl.minimum(key + 1, mask.seqlen_q + mask.left) - mask.left  # at most seqlen_q; no sum overflows
+    chunk, diagonal = _chunk_of(mask, key), mask.seqlen_k - mask.seqlen_q
+    begin = tl.where(mask.kChunk > 0, tl.maximum(begin, chunk.begin - diagonal), begin)
+    end = tl.where(mask.kChunk > 0, tl.minimum(end, chunk.end - diagonal), end)
+    begin = tl.maximum(tl.minimum(mask.seqlen_q, begin), 0)
     end = tl.where(mask.kIsLocal, tl.maximum(end, 0), mask.seqlen_q)
     return Range(tl.where(key < mask.seqlen_k, begin, mask.seqlen_q), end)
 

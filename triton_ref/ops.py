@@ -21,14 +21,20 @@ def _options(of_op):
     return Options(**dict(zip(FORWARD_FIELDS, of_op)))
 
 
+def _run(q, k, v, options):
+    """What attention.run gives, as an op returns it."""
+    out, lse, max_logits = attention.run(q, k, v, options)
+    return out, lse, lse.new_empty(0) if max_logits is None else max_logits
+
+
 @torch.library.custom_op("minimal_attn::triton_forward", mutates_args=(), schema=(
-    f"(Tensor q, Tensor k, Tensor v, {schema_of(Options, fields=FORWARD_FIELDS)}) -> (Tensor, Tensor)"))
+    f"(Tensor q, Tensor k, Tensor v, {schema_of(Options, fields=FORWARD_FIELDS)}) -> (Tensor, Tensor, Tensor)"))
 def triton_forward(q, k, v, *of_op):
-    """out like q, bf16 if q is fp8 and with v's head_dim, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D),
-    k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), all with a contiguous last dimension. minimal_attn.options.Options says what
-    the other arguments are. With cu_seqlens_q and cu_seqlens_k, q, k and v are a packed batch: (1, H, Tq, D),
-    (1, Hk, Tk, D) and (1, Hk, Tk, Dv)."""
-    return attention.run(q, k, v, _options(of_op))
+    """out like q, bf16 if q is fp8 and with v's head_dim; lse and, if asked for, max_logits fp32 (B, H, Sq), of checked
+    inputs: q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), all with a contiguous last dimension.
+    minimal_attn.options.Options says what the other arguments are. With cu_seqlens_q and cu_seqlens_k, q, k and v are a
+    packed batch: (1, H, Tq, D), (1, Hk, Tk, D) and (1, Hk, Tk, Dv)."""
+    return _run(q, k, v, _options(of_op))
 
 
 @torch.library.custom_op("minimal_attn::triton_backward", mutates_args=(), schema=(
@@ -57,7 +63,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = attention.run(*inputs[:3], _options(inputs[3:]))
+        output = _run(*inputs[:3], _options(inputs[3:]))
         ops.save(ctx, inputs, output)
         return output
 
@@ -72,9 +78,11 @@ def forward(q, k, v, options):
     options = options._replace(autotune=options.autotune and not is_fixed)
     inputs = q, k, v, *options.tensors
     if is_eager(*inputs) and not any(map(wants_gradient, inputs)):
-        return attention.run(q, k, v, options)
-    op = Attention.apply if is_eager(*inputs) else torch.ops.minimal_attn.triton_forward
-    return op(q, k, v, *options.of_op(), options.autotune, *options.descales)
+        output = attention.run(q, k, v, options)
+    else:
+        op = Attention.apply if is_eager(*inputs) else torch.ops.minimal_attn.triton_forward
+        output = op(q, k, v, *options.of_op(), options.autotune, *options.descales)
+    return output if options.return_max_logits else output[:2]
 
 
 @torch.library.custom_op("minimal_attn::triton_decode", mutates_args=(), schema=(

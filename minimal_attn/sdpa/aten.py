@@ -56,8 +56,9 @@ def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LEN
     seen_k, seen_v, scale, window = _checked(q, k, v, scale, window)
     if lse is None or lse.shape[2] < q.shape[2]:
         _, lse = _attend(q, seen_k, seen_v, scale, window, bias, lengths)
+    options = Options.of(scale, window, lengths, attn_bias=bias)
     dq, dk, dv, _, dbias = torch.ops.minimal_attn.flash_backward.default(
-        dout, None, q, seen_k, seen_v, out, lse.contiguous(), *Options.of(scale, window, lengths, attn_bias=bias).of_op(),
+        dout, None, q, seen_k, seen_v, out, lse.contiguous(), *options.of_op(),
         torch.are_deterministic_algorithms_enabled(), needed[0], needed[1] or needed[2], False, needed[3])
     gradients = dq, _with_all_keys(dk, k), _with_all_keys(dv, v), dbias
     return [x if is_needed else None for x, is_needed in zip(gradients, needed)]

@@ -67,8 +67,8 @@ class Call:
 
     def options(self):
         """The options that hold no tensor."""
-        return dict(causal=self.causal, window_size=self.window, attention_chunk=self.chunk, sm_scale=self.sm_scale, softcap=self.softcap,
-                    num_splits=self.num_splits)
+        return dict(causal=self.causal, window_size=self.window, attention_chunk=self.chunk, sm_scale=self.sm_scale,
+                    softcap=self.softcap, num_splits=self.num_splits)
 
 
 def ints(*values, device=DEVICE):
