@@ -69,7 +69,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, softmax_scale, causal, config):
         ctx.options = Options.of(softmax_scale, (-1, 0 if causal else -1))
-        out, lse = run(q, k, v, ctx.options, config)
+        out, lse, _ = run(q, k, v, ctx.options, config)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 

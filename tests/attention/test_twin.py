@@ -171,13 +171,13 @@ def test_nan_of_hidden_keys_in_fp8():
                for heads, n in ((2, 4), (1, 100), (1, 100)))
     lengths = Lengths(None, None, ints(4, 3, device=DEVICE), ints(100, 70, device=DEVICE))
     options = Options.of(0.3, (4, 0), lengths)
-    want = twin.run(q, k, v, options)
+    want = twin.run(q, k, v, options)[:2]
     for x in k, v:
         for b, end in enumerate((92, 63)):
             x.view(torch.uint8)[b, :, :end] = 0x7f  # NaN
     assert all(map(torch.equal, twin.run(q, k, v, options), want))
     # The interpreter takes another way, without this copy.
-    assert not twin.transposed(v.half() if not HAS_GPU else v, 4, options.lengths, (4, 0)).isnan().any()
+    assert not twin.transposed(v.half() if not HAS_GPU else v, 4, options.lengths, launching.mask_of(options)).isnan().any()
 
 
 # One dtype of each size: the others have the same tiles, and test_forward.py and test_fp8 run them.
@@ -205,7 +205,7 @@ def test_every_tile(dtype, head_dim, config):
         q, k, v = make_inputs(case, torch.float32 if dtype in FP8_DTYPES else dtype, DEVICE)
         if dtype in FP8_DTYPES:
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        out, lse = run(q, k, v, Options.of(1 / math.sqrt(case.D), (-1, 0 if case.causal else -1)), config)
+        out, lse, _ = run(q, k, v, Options.of(1 / math.sqrt(case.D), (-1, 0 if case.causal else -1)), config)
         truth, lse_truth = exact(case, q, k, v)
         if dtype in FP8_DTYPES:
             check_error(out, truth, fp8_base(case, *(x.double() for x in (q, k, v)), dtype))
@@ -338,7 +338,7 @@ def test_garbage_in_cu_seqlens_stays_within_the_tensors(cu_seqlens_q, cu_seqlens
     seqused_q = ints(-1, 2**31 - 1, 3, -(2**31), device=DEVICE) if has_used else None
     lengths = Lengths(ints(*cu_seqlens_q, device=DEVICE), ints(*cu_seqlens_k, device=DEVICE), seqused_q)
     options = Options.of(0.3, (9, 2), lengths)
-    out, lse = twin.run(q, k, v, options)
+    out, lse, _ = twin.run(q, k, v, options)
     gradients = attention_bwd.run(dout, None, q, k, v, out, lse, options)[:3]  # dsinks is None
     assert all(x.isfinite().all() for x in (out, *gradients)) and not lse.isnan().any()
     for buffer in guarded:
@@ -485,10 +485,10 @@ def test_bits_do_not_depend_on_number_of_programs(head_dim, causal, monkeypatch)
     case = Case("", B=3, H=4, Hk=2, Sq=700, Sk=777, D=head_dim, causal=causal)
     q, k, v = make_inputs(case, torch.bfloat16, "cuda")
     for config in attention_hopper.configs(torch.bfloat16, head_dim):
-        want = run(q, k, v, Options.of(0.1, (-1, 0 if causal else -1)), config)
+        want = run(q, k, v, Options.of(0.1, (-1, 0 if causal else -1)), config)[:2]
         monkeypatch.setattr(twin, "properties", lambda device: Properties(90, 227 << 10, 3))
         monkeypatch.setattr(twin, "_plans", {})
-        got = run(q, k, v, Options.of(0.1, (-1, 0 if causal else -1)), config)
+        got = run(q, k, v, Options.of(0.1, (-1, 0 if causal else -1)), config)[:2]
         monkeypatch.undo()
         assert all(torch.equal(x, y) for x, y in zip(got, want))
 
@@ -516,7 +516,7 @@ def test_classic_tiles_beyond_2_to_31_elements(offset):
     config = tile_configs(torch.float16, 64)[-1]
     buffer = torch.randn(2**31 + 2**22, device="cuda", dtype=torch.half)
     q, k, v = (buffer.as_strided((1, 2, 70, 64), (0, 2**31, 64 + 8 * i, 1), offset) for i in range(3))
-    out, _ = run(q, k, v, Options.of(0.1, (-1, 0)), config)
+    out, *_ = run(q, k, v, Options.of(0.1, (-1, 0)), config)
     torch.testing.assert_close(out, reference_attention(q, k, v, True, 0.1), rtol=2e-3, atol=2e-3)
 
 
