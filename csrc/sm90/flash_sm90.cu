@@ -15,6 +15,9 @@ void flash_forward(const AttnParams &p) {
     // all have the same tiles: a sample's bits must not depend on its batch.
     if (head_dim > 96 && head_dim <= 128 && !p.cu_seqlens_k && keys_of_a_row > 2048)
         return launch_fwd<Shape<128, 3, 80>>(p);
+    // O leaves registers for 128 keys, and smaller tiles of V memory.
+    if (p.head_dim > 128 && p.head_dim <= 192 && p.head_dim_v <= 128)
+        return launch_fwd<Shape<192, 2, 128, 2, 1, Plain, 128>>(p);
     with_shape<Plain>(head_dim, [&]<typename Shape>() { launch_fwd<Shape>(p); });
 }
 

@@ -125,7 +125,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
         float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h);
         this->end_tile(work, row0 + lane_idx / 4);
         softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4, sink_of<float>(p, tile.h), this->out_scale());
-        auto &sO = shared.sQ[q_index()];
+        auto &sO = reinterpret_cast<SmemTile<64, Shape::kHeadDimV> &>(shared.sQ[q_index()]);
         barrier_sync(kOneConsumer + consumer, 128);
 #pragma unroll
         for (int d = 0; d < kDTiles; d += 2) {
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
 template <typename Shape> void launch_fwd(typename Shape::Input p) {
     using SharedMemory = Shape::SharedMemory;
     static_assert(sizeof(SharedMemory) <= 227 << 10);
-    constexpr int kHeadDim = Shape::kHeadDim;
+    constexpr int kHeadDim = Shape::kHeadDim, kHeadDimV = Shape::kHeadDimV;
     const int64_t num_tiles = RowTiles<Shape::kBlockM, Shape::kCached>::count(p);
     int sms = num_sms();
     Phase phase = Phase::kAlone;
@@ -189,14 +189,13 @@ template <typename Shape> void launch_fwd(typename Shape::Input p) {
     if (num_tiles == blocks && phase == Phase::kAlone) p.tile_counter = nullptr;
     if (p.tile_counter && phase != Phase::kPrefillRest)  // which goes on counting
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
-    auto of_rows = [&](const char *name, const Tensor &x, int head_dim, int box_rows) {
-        return make_tma_tensor<kHeadDim>(name, x, p.batch_size, p.nheads, p.seqlen_q, head_dim, box_rows);
-    };
     Params<Shape> params{p, {p, num_tiles}};
-    params.q_tma = of_rows("q", p.q, p.head_dim, 64);
+    params.q_tma = make_tma_tensor<kHeadDim>("q", p.q, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, 64);
     params.k_tma = Shape::KeyBlocks::template make_tensor<kHeadDim>("k", p.k, p, p.head_dim);
-    params.v_tma = Shape::KeyBlocks::template make_tensor<kHeadDim>("v", p.v, p, p.head_dim_v);
-    params.o_tma = of_rows("out", p.o, p.head_dim_v, 16);  // the rows of a warp
+    params.v_tma = Shape::KeyBlocks::template make_tensor<kHeadDimV>("v", p.v, p, p.head_dim_v);
+    const int warp_rows = 16;
+    params.o_tma =
+        make_tma_tensor<kHeadDimV>("out", p.o, p.batch_size, p.nheads, p.seqlen_q, p.head_dim_v, warp_rows);
     const auto kernel = p.dtype == DType::kFloat16 ? flash_fwd<__half, Shape> : flash_fwd<__nv_bfloat16, Shape>;
     const auto launch_tiles = phase == Phase::kPrefillRest ? launch_early<Params<Shape>> : launch<Params<Shape>>;
     launch_tiles(kernel, blocks, Shape::kNThreads, sizeof(SharedMemory), p.stream, params);

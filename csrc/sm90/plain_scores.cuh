@@ -34,7 +34,7 @@ template <typename T, typename Shape, typename Softmax> struct PlainScores {
     using WorkItem = Shape::WorkItem;
     using Walk = sm90::Walk<Shape>;
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages;
-    static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
+    static constexpr int kNTiles = kBlockN / 8, kDTiles = Shape::kHeadDimV / 8;
     static constexpr float kMaxSum = 1 << 15;  // of a lane's P in a row: below it, each fits fp16
 
     const Params<Shape> &p;

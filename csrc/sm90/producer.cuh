@@ -23,9 +23,11 @@ struct Plain {
     template <typename T, typename Shape> using ScorePolicy = PlainScores<T, Shape>;
 };
 
-template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, typename Kind = Plain>
+template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, typename Kind = Plain,
+          int kHeadDimV_ = kHeadDim_>
 struct Shape {
-    static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
+    static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+    static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
     static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
@@ -76,7 +78,8 @@ template <typename Shape> struct alignas(16) WorkItem {
 
 template <typename Shape> struct SharedMemory {
     SmemTile<64, Shape::kHeadDim> sQ[Shape::kQStages * Shape::kConsumers];  // later out
-    SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
+    SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages];
+    SmemTile<Shape::kBlockN, Shape::kHeadDimV> sV[Shape::kStages];
     Ring<Shape::kQStages> q[Shape::kConsumers];  // consumers end a tile at different times
     Ring<Shape::kStages> k, v;
     // Twice as many as Q: consumers still read older ones when find_tiles() writes the next.

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -128,6 +129,8 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline void __trap() { emulator::fail("__trap"); }
 inline void __syncwarp() {
     emulator::meet("__syncwarp", nullptr, [](void *(&)[32]) {});

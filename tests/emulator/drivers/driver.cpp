@@ -20,6 +20,7 @@ using namespace device;
 #include "sm80/flash_sm80.cu"
 #include "sm90/flash_sm90.cu"
 #include "sm90/mods/flash_dropout_sm90.cu"
+#include "sm90/mods/flash_max_logits_sm90.cu"
 #include "sm90/mods/flash_mods_sm90.cu"
 #include "sm90/flash_dmma.cu"
 #include "simt/flash_bwd.cu"
@@ -79,6 +80,7 @@ template <typename T> void run_and_check(Tensors<T> &x, Reference<T> &expected, 
 #endif
     forward(c, x.p);
     check(x.lse, expected.lse, lse_error, 0);
+    if (c.has_max) check(x.max_logits, expected.max_logits, lse_error, 0);
     check(x.o, expected.out, error, epsilon);
     if (!has_backward(c)) return;
     backward(c, x.p);

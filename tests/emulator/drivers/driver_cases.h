@@ -26,6 +26,8 @@ struct Case {
     double dropout_p = 0;
     double scale = 1;  // of the scores, beside 1 / sqrt(head_dim)
     int window_left = -1, window_right = -1;  // of a causal case window_right is 0
+    int chunk = 0;
+    bool has_max = false;  // max_logits
     std::vector<int> cu_seqlens_q = {}, cu_seqlens_k = {};  // of a packed batch, whose batch_size is 1
     std::vector<int> seqused_k = {};
     int head_dim_v = head_dim;
@@ -47,6 +49,10 @@ Case window(Case c, int left, int right) {
     c.window_left = left, c.window_right = right;
     return c;
 }
+Case chunks(Case c, int chunk) {
+    c.chunk = chunk;
+    return c;
+}
 // The tensors have nine rows and nine keys more than the samples, if the case does not say otherwise.
 Case packed(Case c, std::vector<int> cu_seqlens_q, std::vector<int> cu_seqlens_k, std::vector<int> seqused_k = {}) {
     c.cu_seqlens_q = cu_seqlens_q, c.cu_seqlens_k = cu_seqlens_k, c.seqused_k = seqused_k;
@@ -62,6 +68,7 @@ Case head_dim_of_v(Case c, int head_dim_v) { return with<&Case::head_dim_v>(c, h
 Case with_spike(Case c, int begin, int end) { return with<&Case::spike>(c, std::vector{begin, end}); }
 Case in_any_order(Case c) { return with<&Case::in_any_order>(c, true); }
 Case part_of_more(Case c) { return with<&Case::is_part>(c, true); }
+Case with_max(Case c) { return with<&Case::has_max>(c, true); }
 Case with_sinks(Case c) { return with<&Case::has_sinks>(c, true); }
 Case with_mods(Case c, double softcap, bool has_alibi, std::optional<DType> bias = {}, std::string shape = "BHRK") {
     c.softcap = softcap, c.has_alibi = has_alibi, c.bias = bias, c.bias_shape = shape;
@@ -220,6 +227,19 @@ const std::vector<Case> cases = {
     window(with_spike({"sm90_window_spike", f16, 1, 1, 1, 400, 400, 64, false, kHeads, {}, kSm90, 0, 30}, 128, 256),
            200, 0),
     window({"sm90_window_below_0", f16, 1, 1, 1, 70, 300, 64, false, kHeads, {}, kSm90, 0, -1}, 150, 0),
+    // Chunks that end within a block of rows or of keys, have a block whole, or hide the first rows.
+    chunks({"simt_chunks",      f32, 1, 2, 1, 150, 170,  36, false, kGaps}, 40),
+    chunks({"sm80_chunks",      f16, 1, 2, 1, 200, 300,  64, true,  kHeads,  {}, kSm80}, 150),
+    chunks(window({"sm80_chunks_window", b16, 1, 4, 2, 150, 150, 128, false, kRows, {}, kSm80}, 20, 33), 64),
+    chunks({"sm90_chunks",      f16, 1, 2, 1, 400, 500,  64, true,  kHeads,  {}, kSm90}, 200),
+    chunks({"sm90_chunks_more_rows", b16, 2, 2, 2, 250, 200, 128, false, kRows, {250, 30}, kSm90}, 70),
+    chunks(in_any_order({"sm90_chunks_pair", b16, 1, 1, 1, 200, 400, 256, true, kHeads, {}, kSm90}), 100),
+    with_max({"simt_max",       f32, 1, 2, 1,  70, 130,  36, true,  kRows}),
+    with_max(with_mods({"sm80_max", f16, 1, 2, 1, 130, 150, 64, true, kHeads, {}, kSm80, 0.25}, 2, true)),
+    with_max(with_sinks({"sm90_max", f16, 2, 4, 2, 200, 330, 64, true, kRows, {200, 165}, kSm90})),
+    with_max({"sm90_max_scale_30", b16, 1, 1, 1, 70, 401, 128, false, kHeads, {}, kSm90, 0, 30}),
+    with_max(packed({"sm90_max_packed", b16, 1, 2, 1, 0, 0, 192, true, kRows, {}, kSm90}, {0, 70, 70, 200},
+                    {0, 30, 50, 300})),
     // Packed batches: samples of no rows, of no keys, of one row, and longer than a tile.
     packed({"simt_packed",        f32, 1, 2, 1, 0, 0,  40, false, kRows}, {0, 70, 70, 71, 100, 109},
            {0, 5, 70, 71, 71, 170}),

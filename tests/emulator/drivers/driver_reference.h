@@ -123,6 +123,7 @@ template <typename T> struct Tensors {
     Buffer<T> dq{c.batch_size, c.nheads, c.seqlen_q, c.head_dim, out_layout};
     Buffer<T> dk{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, out_layout};
     Buffer<T> dv{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim_v, out_layout};
+    Buffer<float> max_logits{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<float> lse{c.batch_size, c.nheads, c.seqlen_q, 1}, delta{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<float> lse_log2{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<int> seqused_q{c.samples(), 1, 1, 1}, seqused_k{c.samples(), 1, 1, 1}, tile_counter{1, 1, 1, 1};
@@ -183,7 +184,8 @@ template <typename T> struct Tensors {
         p.seqlen_k = c.seqlen_k, p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v;
         p.dtype = c.dtype, p.sinks = c.has_sinks ? sinks.device : nullptr;
         p.set_window(c.window_left, window_right());
-        if (p.has_left_bound() || p.has_right_bound() || p.cu_seqlens_q || p.seqused_q || p.seqused_k)
+        p.attention_chunk = c.chunk, p.max_logits = c.has_max ? max_logits.device : nullptr;
+        if (p.has_mask() || p.cu_seqlens_q || p.seqused_q || p.seqused_k)
             p.tile_counter = tile_counter.device;
         const double scale = c.layout == kGaps ? -c.scale : c.scale;  // of any sign
         p.softmax_scale = float(scale / std::sqrt(double(c.head_dim)));
@@ -247,7 +249,10 @@ template <typename T> struct Tensors {
     }
 
     // Calls f with the name of each result of a pass and its buffer.
-    void for_forward(auto f) { f("out", o), f("lse", lse); }
+    void for_forward(auto f) {
+        f("out", o), f("lse", lse);
+        if (c.has_max) f("max_logits", max_logits);
+    }
     void for_backward(auto f) {
         f("dq", dq), f("dk", dk), f("dv", dv), f("delta", delta), f("lse_log2", lse_log2);
         if (dbias) f("dbias", *dbias);
@@ -281,7 +286,8 @@ template <typename T> struct Tensors {
         const int seqlen_q = rows_of(b).valid, seqlen_k = keys_of(b).valid, diagonal = row + seqlen_k - seqlen_q;
         const bool is_valid = row < seqlen_q && key < seqlen_k;
         return is_valid && (c.window_left < 0 || key >= diagonal - c.window_left) &&
-               (window_right() < 0 || key <= diagonal + window_right());
+               (window_right() < 0 || key <= diagonal + window_right()) &&
+               (!c.chunk || (diagonal >= 0 && key / c.chunk == diagonal / c.chunk));
     }
     int window_right() const { return c.is_causal ? 0 : c.window_right; }
     bool is_empty(int b, int row) const {
@@ -306,6 +312,7 @@ template <typename T> struct Reference {
     std::vector<double> size = P;   // of a score's terms
     Expected out{"out", c.batch_size, c.nheads, c.seqlen_q, c.head_dim_v};
     Expected lse{"lse", c.batch_size, c.nheads, c.seqlen_q, 1};
+    Expected max_logits{"max_logits", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected lse_log2{"lse_log2", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected delta{"delta", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected dq{"dq", c.batch_size, c.nheads, c.seqlen_q, c.head_dim};
@@ -330,13 +337,13 @@ template <typename T> struct Reference {
 
     // A row: lse, and the size of the terms of its scores, to which their rounding is proportional. ALiBi and a bias
     // may leave little of large terms.
-    struct LogSum { double lse, magnitude; };
+    struct LogSum { double lse, magnitude, max_logit; };
 
     LogSum form_P(const Row &row) {
         const auto [b, h, h_k, i, at] = row;
         const int batch = x.batch_of(b);
         const double sink = c.has_sinks && i < x.rows_of(b).valid ? x.sinks.at(0, 0, 0, h) : -INFINITY;
-        double max = sink;
+        double max = -INFINITY;
         for_keys(row, [&](int j, int key) {
             double score = 0;
             for (int d = 0; d < c.head_dim; d++) score += x.q.at(batch, h, at, d) * x.k.at(batch, h_k, key, d);
@@ -354,21 +361,24 @@ template <typename T> struct Reference {
             const bool is_kept = keeps(x.p.keep_count, sample, head0 + h, row0 + i, key0 + j);
             scale[j] = !x.p.dropout_seed ? 1 : is_kept ? x.p.keep_scale : 0;
         });
-        if (std::isinf(max)) return {max, 0};
+        const double max_logit = max;
+        max = std::max(max, sink);
+        if (std::isinf(max)) return {max, 0, max_logit};
         double sum = std::exp(sink - max), magnitude = 0;
         for_keys(row, [&](int j, int) { sum += P[j] = std::exp(P[j] - max), magnitude += P[j] * size[j]; });
         for (double &probability : P) probability /= sum;
         const double lse = max + std::log(sum);
-        return {lse, std::max(std::abs(lse), magnitude / sum)};
+        return {lse, std::max(std::abs(lse), magnitude / sum), max_logit};
     }
 
     void forward() {
         for_rows([&](const Row &row) {
             const auto [b, h, h_k, i, at] = row;
             const int batch = x.batch_of(b);
-            const auto [log_sum, magnitude] = form_P(row);
+            const auto [log_sum, magnitude, max_logit] = form_P(row);
             const bool is_empty = x.is_hidden(b, h, i);
             lse.add(lse.index(batch, h, at), log_sum, magnitude);
+            max_logits.add(lse.index(batch, h, at), max_logit, std::max(magnitude, std::abs(max_logit)));
             const double log2_sum = is_empty ? INFINITY : log_sum / std::log(2.);
             lse_log2.add(lse.index(batch, h, at), log2_sum, is_empty ? 0 : magnitude);
             for_keys(row, [&](int j, int key) {
