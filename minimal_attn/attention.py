@@ -49,8 +49,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     return_max_logits: bool = False, **unknown) -> Tensor | tuple[Tensor, ...]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
-    q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Only a last
-    dimension that is not contiguous is copied, as flash-attn does. torch.autocast casts float32, float16 and bfloat16
+    q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Copied, as
+    flash-attn does, are a last dimension that is not contiguous and, in 16 bits on a GPU, tensors whose head_dim is no
+    multiple of 8 or whose rows do not start at multiples of 16 bytes. The backward pass keeps these copies. torch.autocast casts float32, float16 and bfloat16
     inputs first, as for scaled_dot_product_attention; the three may then have different dtypes. It leaves float64 and
     float8 as they are. Gradients have the dtypes of the inputs.
 
@@ -178,8 +179,8 @@ def fast_path(q, k, v, causal, sm_scale, seq_major, return_lse, deterministic, w
     if (is_compiling() or cuda._fast_forward is None or not (backend == "auto" or backend == "cuda")
             or not (is_zero(dropout_p) and is_zero(softcap) and isinstance(deterministic, bool))):
         return None
-    return cuda._fast_forward(cuda._warn_slow, q, k, v, causal, sm_scale, seq_major, return_lse, deterministic,
-                              window_size, lengths, sinks)
+    return cuda._fast_forward(q, k, v, causal, sm_scale, seq_major, return_lse, deterministic, window_size, lengths,
+                              sinks)
 
 
 def backend_name(backend, q, *others):
@@ -251,8 +252,8 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         bytes or more, where there are no keys, and for an attn_bias of numbers that is float32, or whose rows are not
         contiguous or do not start at multiples of 16 bytes. "dmma" (flash_dmma.cu, tensor cores for fp64): float32 with
         head_dim 33 to 128 on GPUs of sm_90, without dropout, sinks, softcap, ALiBi and attn_bias.
-        These three need head_dims, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
-        else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors.
+        These three need head_dims, strides and addresses that are multiples of 16 bytes, as copies of 16-bit tensors
+        have them. "simt" (flash.cu): everything else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors.
         Another kernel may compute the gradients. On Hopper, those of calls in 16 bits, also with dropout, are "sm90"'s,
         but "sm80"'s with an attn_bias, and for a head_dim over 128 with softcap or ALiBi. Those of "dmma" are "simt"'s.
 

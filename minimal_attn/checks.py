@@ -77,6 +77,12 @@ def holds(condition):
     return True
 
 
+def is_aligned(x):
+    """Whether tensor cores can read x of 16 bits as it lies in memory. Its address is not known while torch traces."""
+    return (all(holds(n % 8 == 0) for n in (x.shape[-1], *x.stride()[:-1]))
+            and (is_compiling() or x.data_ptr() % 16 == 0))
+
+
 def is_known(condition):
     """Whether a condition on sizes is sure to hold. While torch traces, it has to hold for all values that the sizes
     may have, and no guard is made."""

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .backends import ops
-from .checks import KERNEL_DTYPES, is_eager, wants_gradient
+from .checks import KERNEL_DTYPES, is_aligned, is_eager, wants_gradient
 
 TORCH, NEXT_TORCH = (2, 11), (3, 0)  # from which version on, and which one may break the stable ABI
 CUDA = "13"
@@ -79,8 +79,8 @@ class Library:
         """flash_forward with its derivative, without torch.library's."""
         return self._with_reason(FlashAttention.apply(*inputs))
 
-    def fast_forward(self, warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size,
-                     lengths, sinks):
+    def fast_forward(self, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size, lengths,
+                     sinks):
         """Does what fast_forward of csrc/binding/fast_path.cpp does: returns out, or (out, lse), or None if the call is
         unusual or wrong."""
         is_packed = lengths[0] is not None
@@ -97,12 +97,10 @@ class Library:
         if seq_major and is_packed:
             heads_first = [x.unsqueeze(0) for x in heads_first]
         try:
-            out, lse, _, slow_because = attend(*heads_first, *lengths, sinks, None, None, scale, 0.0, left,
+            out, lse, *_ = attend(*heads_first, *lengths, sinks, None, None, scale, 0.0, left,
                                                0 if causal else right, 0, 0.0, None, False, deterministic)
         except ValueError:  # the checks in Python say it in the words of the caller
             return None
-        if slow_because:
-            warn_slow(slow_because)
         if seq_major and is_packed:
             out, lse = out.squeeze(0), lse.squeeze(0)
         out = out.transpose(-3, -2) if seq_major else out
@@ -124,7 +122,7 @@ def is_everyday(q, k, v, causal, softmax_scale, window_size, optional):
     inputs = q, k, v
     return (isinstance(q, torch.Tensor) and q.is_cuda and is_eager(*inputs) and forward_ad._current_level < 0
             and all(not x.is_nested and x.ndim >= 3 and x.stride(-1) == 1 and x.numel() for x in inputs)
-            and q.dtype in KERNEL_DTYPES
+            and q.dtype in KERNEL_DTYPES and (q.dtype == torch.float32 or all(map(is_aligned, inputs)))
             and not (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != q.dtype)
             and isinstance(causal, bool) and (softmax_scale is None or type(softmax_scale) is float)
             and type(window_size) in (tuple, list) and len(window_size) == 2

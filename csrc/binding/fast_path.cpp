@@ -41,10 +41,9 @@ bool take_optional(OptionalTensor &to, py::handle x) {  // takes None, or a plai
     return needs_no_dispatcher({&*to}) && !(at::GradMode::is_enabled() && to->requires_grad());
 }
 
-// Returns out, (out, lse), or None for Python to serve or refuse the call. warn_slow gets the reason why tensor cores
-// cannot. seq_major: rows come before heads; a packed batch is 3D. lengths: see options.py.
-py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::handle v_, py::handle causal,
-                        py::handle softmax_scale, bool seq_major, bool return_lse, bool deterministic,
+// Returns out, (out, lse), or None for Python to serve or refuse the call. seq_major: rows come before heads; a packed batch is 3D. lengths: see options.py.
+py::object fast_forward(py::handle q_, py::handle k_, py::handle v_, py::handle causal, py::handle softmax_scale,
+                        bool seq_major, bool return_lse, bool deterministic,
                         py::handle window_size, py::tuple lengths, py::handle sinks) {
     for (py::handle x : {q_, k_, v_})
         if (!THPVariable_CheckExact(x.ptr())) return py::none();
@@ -73,10 +72,12 @@ py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::
         options.sinks = options.sinks->to(lse_dtype(q)).contiguous();
     AttnParams p{};
     if (find_type_fault(q, k, v) || set_params(p, q, k, v, options, dim)) return py::none();
+    const DeviceGuard guard(q);
+    if (choose(p, q, false).slow_because) return py::none();  // backends/cuda.py copies what is not aligned
     const bool needs_grad =
         at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
     if (needs_grad && is_packed && options.seqused_k) return py::none();  // packed.py gives samples keys of their own
-    auto [out, lse, max_logits, slow_because] = [&]() -> Output {
+    auto [out, lse, max_logits, _] = [&]() -> Output {
         const py::gil_scoped_release released;  // a launch may wait
         if (needs_grad) {
             auto heads_first = [&](const at::Tensor &x) {
@@ -89,7 +90,6 @@ py::object fast_forward(py::handle warn_slow, py::handle q_, py::handle k_, py::
         }
         return run_forward(p, q, v, dim);
     }();
-    if (slow_because) warn_slow(*slow_because);
     if (return_lse) return py::make_tuple(std::move(out), std::move(lse));
     return py::cast(std::move(out));
 }

@@ -7,9 +7,10 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import _build
-from ..checks import check_choice, holds, is_eager, wants_gradient
+from ..checks import check_choice, empty_outputs, is_aligned, is_eager, wants_gradient
 from ..options import OF_OP, Backend, warn
 from ..reference.definition import DTYPES
 from ..reference.pages import over_gathered
@@ -27,9 +28,34 @@ def _load_ops():
 _fast_forward = None  # of csrc/binding/fast_path.cpp, once it is loaded
 
 
+ON_TENSOR_CORES = torch.float16, torch.bfloat16
+
+
 @functools.cache  # once a reason
 def _warn_slow(reason):
     warn(f"tensor cores cannot serve this call, which is slower without them: {reason}")
+
+
+def _needs_copies(q, k, v):
+    """Whether tensor cores cannot read these tensors, but could read copies of them."""
+    if not q.is_cuda or q.dtype not in ON_TENSOR_CORES:
+        return False
+    if torch.compiler.is_compiling():
+        return not all(map(is_aligned, (q, k, v)))
+    choice = _build.load().which_kernel(q, k, v) if type(q) is Tensor else None  # None where vmap holds the memory
+    return choice is not None and choice[1] is not None
+
+
+def _forward_of_copies(q, k, v, options):
+    """_forward of aligned copies, with zeros up to the next multiple of 8 columns. Gradients go through them."""
+    try:
+        copies = [pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v)]  # or clones
+    except torch.OutOfMemoryError:
+        return _launch(q, k, v, options)  # slower, which it says
+    out, *more = _launch(*copies, options)
+    if all(x.shape[-1] % 8 == 0 for x in (q, v)):
+        return out, *more
+    return empty_outputs(q, v)[0].copy_(out[..., :v.shape[-1]]), *more
 
 
 def _forward(q, k, v, options):
@@ -37,12 +63,12 @@ def _forward(q, k, v, options):
         raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
                         "on a GPU are float32, float16, bfloat16")
     _load_ops()
+    return (_forward_of_copies if _needs_copies(q, k, v) else _launch)(q, k, v, options)
+
+
+def _launch(q, k, v, options):
     inputs = q, k, v, *options[:OF_OP + 1]
     if not is_eager(q, k, v, *options.tensors):
-        if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
-            choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
-            if choice and choice[1]:
-                _warn_slow(choice[1])
         out, lse, max_logits = torch.ops.minimal_attn.flash_forward(*inputs)  # without why it is slow
         return (out, lse, max_logits) if options.return_max_logits else (out, lse)
     library = _build.load()
@@ -54,7 +80,6 @@ def _forward(q, k, v, options):
     return (out, lse, max_logits) if options.return_max_logits else (out, lse)
 
 
-ON_TENSOR_CORES = torch.float16, torch.bfloat16  # which decode.cu needs
 _host_forward_cached = over_gathered(_forward)
 
 
@@ -63,9 +88,7 @@ def can_read_cache(q, k_cache, v_cache):
     while torch.compile traces."""
     if not q.is_cuda:
         return True
-    return q.dtype in ON_TENSOR_CORES and all(
-        holds(x.shape[-1] % 8 == 0) and all(holds(stride % 8 == 0) for stride in x.stride()[:-1])
-        and (torch.compiler.is_compiling() or x.data_ptr() % 16 == 0) for x in (q, k_cache, v_cache))
+    return q.dtype in ON_TENSOR_CORES and all(map(is_aligned, (q, k_cache, v_cache)))
 
 
 def _forward_cached(q, k, v, options, cache):
@@ -131,6 +154,8 @@ def kernel_of(q, k, v, options):
                                         options.dropout_p > 0, has_sinks=options.sinks is not None,
                                         has_scores=options.softcap > 0 or options.alibi_slopes is not None,
                                         attn_bias=options.attn_bias)
+    if choice is not None and choice[1] is not None:  # copies will be aligned
+        return kernel_of(*(x.new_empty(*x.shape[:-1], -(-x.shape[-1] // 8) * 8) for x in (q, k, v)), options)
     if choice is None:
         raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
     return choice[0]
