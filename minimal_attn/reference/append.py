@@ -179,6 +179,6 @@ def _write(cache, new, sequence, place, is_valid):
     if not (new.numel() and cache.numel()):
         return
     rows, cache = new.transpose(1, 2).flatten(0, 1), cache.transpose(1, 2)
-    source = torch.where(is_valid, torch.arange(len(is_valid), device=new.device), is_valid.int().argmax())
+    source = torch.where(is_valid, torch.arange(is_valid.shape[0], device=new.device), is_valid.int().argmax())
     at = sequence[source].clamp(0, cache.shape[0] - 1), place[source].clamp(0, cache.shape[1] - 1)
     cache.index_put_(at, torch.where(is_valid.any(), rows[source], cache[at]))
