@@ -24,8 +24,9 @@ def benchmark_fn(fn: Callable, *args: Any, warmup: int = 25, rep: int = 100, qua
                  **kwargs: Any) -> tuple[float, ...]:
     """Times of fn(*args, **kwargs) in ms: the quantiles in [0, 1], or (median, 20th percentile, 80th percentile).
 
-    If there is a GPU, fn is timed there, unless all tensors among its arguments are on the CPU. warmup calls come
-    before the rep timed ones. ValueError for a negative warmup, or a rep below 1.
+    If there is a GPU, fn is timed there, unless all tensors among its arguments are on the CPU: by CUDA events, each
+    call with a cold L2. Elsewhere it is wall-clock time. warmup calls come before the rep timed ones. ValueError for a
+    negative warmup, or a rep below 1.
     """
     if warmup < 0 or rep < 1:
         raise ValueError(f"warmup must be at least 0 and rep at least 1, got {warmup} and {rep}")
