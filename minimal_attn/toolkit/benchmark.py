@@ -80,14 +80,18 @@ def _gpu_times(call: Callable, rep: int, gpu: torch.device) -> list[float]:
 
 @dataclass
 class BenchmarkResult:
-    """One function at one size."""
+    """One function, "PyTorch", "Triton" or "FlashAttention", at one size, (M, N, K) or (batch, heads, seq_len, head_dim).
 
-    name: str  # "PyTorch", "Triton", "FlashAttention"
-    size: tuple  # (M, N, K), or (batch, heads, seq_len, head_dim)
-    time_ms: float  # median
+    time_ms is the median. memory_mb is the peak memory of one call beyond what was allocated before it, in 10^6 bytes,
+    and 0 without a GPU. block_config has the blocks, where they were given.
+    """
+
+    name: str
+    size: tuple
+    time_ms: float
     tflops: float
-    memory_mb: float = 0.0  # peak_bytes / 10^6; 0 without a GPU
-    block_config: dict | None = None  # the blocks, where they were given
+    memory_mb: float = 0.0
+    block_config: dict | None = None
 
 
 class BenchmarkRunner:
