@@ -80,10 +80,11 @@ def _gpu_times(call: Callable, rep: int, gpu: torch.device) -> list[float]:
 
 @dataclass
 class BenchmarkResult:
-    """One function, "PyTorch", "Triton" or "FlashAttention", at one size, (M, N, K) or (batch, heads, seq_len, head_dim).
+    """One function at one size.
 
-    time_ms is the median. memory_mb is the peak memory of one call beyond what was allocated before it, in 10^6 bytes,
-    and 0 without a GPU. block_config has the blocks, where they were given.
+    name is "PyTorch", "Triton" or "FlashAttention", and size (M, N, K) or (batch, heads, seq_len, head_dim). time_ms is
+    the median. memory_mb is the peak memory of one call beyond what was allocated before it, in 10^6 bytes, and 0
+    without a GPU. block_config has the blocks, where they were given.
     """
 
     name: str
