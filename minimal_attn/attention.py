@@ -62,7 +62,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D). v, and
             then out, may have another head_dim than q and k, also from 1 to 256.
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
-        sm_scale: factor of the scores; 1/sqrt(D) if None.
+        sm_scale: factor of the scores; 1/sqrt(D) if None. At most 2.3586e38 in magnitude, since the kernels multiply it
+            by log2(e) in fp32.
         seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
             shape (B,), or (1,) for 3D input. Needs Sq == Sk. Rows and keys from the length on are padding. The lengths
             in a GPU tensor are checked by one small read. CUDA graph capture and torch.compile skip this read; then
@@ -92,7 +93,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             the environment variable MINIMAL_ATTN_AUTOTUNE=0 and graph capture before a choice take those of a table.
         window_size: (left, right). Query row i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right, both inclusive, where seqlen_q and seqlen_k are the lengths of its sample;
-            -1 or None is no bound. causal=True makes right 0. Blocks of keys outside are skipped.
+            -1 or None is no bound. causal=True makes right 0. Blocks of keys outside are skipped. A list, an array or a
+            tensor of two ints is taken too, but no tensor under torch.compile, since it is read.
         attention_chunk: positions i + seqlen_k - seqlen_q of rows and j of keys are in chunks of so many, and a row
             sees only keys of its own chunk, as in Llama 4; 0 is none. Together with causal and window_size.
         cu_seqlens_q, cu_seqlens_k: for a packed batch of B samples, whose rows lie one after the other: q is
@@ -107,19 +109,24 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             and "triton" then copy B · max_seqlen_k keys and values. If it is no int, the host waits for the largest
             length; where it cannot, in a CUDA graph or under torch.compile, B · Tk are copied. An int that is too small
             is an error on the CPU. Elsewhere longer samples and their gradients are NaN.
-        sinks: (H,), float32, float16 or bfloat16, or float64 for float64, on q's device: one more score of each row of
-            a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no value goes with it (Xiao
-            et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. Differentiable.
-        softcap: real number c >= 0: a score s = sm_scale · q·k becomes c · tanh(s / c), as in Gemma 2. 0 is none. All
-            of what follows, lse and sinks are in units of these scores.
-        alibi_slopes: float32 (H,) or (B, H), also of a packed batch's B samples, on q's device: the score of row i and
-            key j loses slope · |i + seqlen_k - seqlen_q - j|, by the lengths of its sample (Press et al., ALiBi, 2022).
-            It has no gradient.
+        sinks: (H,), or (1,) for 3D input, float32, float16 or bfloat16, or float64 for float64, on q's device: one more
+            score of each row of a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no
+            value goes with it (Xiao et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. Differentiable.
+        softcap: real number c from 1e-30 to 2.3586e38: a score s = sm_scale · q·k becomes c · tanh(s / c), as in
+            Gemma 2. 0 is none. All of what follows, lse and sinks are in units of these scores.
+        alibi_slopes: float32 (H,) or (B, H), also of a packed batch's B samples, or (1,) or (B·H, 1) for 3D input, on
+            q's device: the score of row i and key j loses slope · |i + seqlen_k - seqlen_q - j|, by the lengths of its
+            sample (Press et al., ALiBi, 2022). It has no gradient.
         attn_bias: broadcastable to (B, H, Sq, Sk), of 3D input to (B·H, Sq, Sk), with 1 to 4 dimensions, on q's device.
             bool: a row sees the keys where it is True. Otherwise it is added to the scores, after softcap: of q's
-            dtype, or float32 for 16 bits. It is read by its strides. -inf hides a key, and NaN makes its row NaN.
-            Differentiable, in its own shape. Not for packed batches, nor for float8. A causal bias of
-            torch.nn.attention.bias for Sq rows and Sk keys becomes a part of the window where it can.
+            dtype, or float32 for 16 bits; autocast leaves it as it is. It is read by its strides, on Hopper fastest if
+            its rows begin at multiples of 16 bytes: make the last dimension longer, and slice it. -inf hides a key. NaN
+            or inf makes its row NaN, unless the key is hidden anyway. k and v must be finite where it hides keys, and
+            the gradient of out in rows that it hides wholly. Differentiable, in its own shape: the gradient is summed
+            over dimensions that broadcast. In rows whose largest score is far below -1e6, as where finfo.min hides all
+            keys, out is right but gradients are not: lse is too coarse for them. Not for packed batches, nor for
+            float8. A causal bias of torch.nn.attention.bias for Sq rows and Sk keys becomes a part of the window where
+            it can.
         All options can be given together, but for what Raises names. With dropout, sinks, softcap, in 16 bits also with
         ALiBi or a float32 attn_bias, "torch" forms all scores, as "reference" does.
 

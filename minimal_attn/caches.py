@@ -38,9 +38,9 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
     Args:
         q: (B, H, Sq, D), usually with Sq 1 or a few, in the dtypes of flash_attention but for float8. With cu_seqlens_q
             (1, H, Tq, D), packed. Under torch.autocast, q is cast if the caches have the dtype of autocast.
-        k_cache, v_cache: (N, Hk, S, D), N cached sequences; with page_table (num_pages, Hk, page_size, D), pages of any
-            size. v may have another head_dim. Read by their strides, of which that of the last dimension is 1: K and V
-            may alternate in memory, and pages may lie head by head or row by row.
+        k_cache, v_cache: in q's dtype, (N, Hk, S, D), N cached sequences; with page_table (num_pages, Hk, page_size,
+            D), pages of any size. v may have another head_dim. Read by their strides, of which that of the last
+            dimension is 1: K and V may alternate in memory, and pages may lie head by head or row by row.
         seqused_k: int32 (B,), contiguous, on q's device: how many keys of a sample are valid, from the first of its
             sequence on; all if None. 0 is allowed.
         page_table: int32 (B, max_pages), its last dimension contiguous, on q's device: the pages of each sample in
@@ -55,7 +55,10 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
             a tight one is faster. Longer samples are served without splits. A tensor is never read, and counts as None.
         seqused_q: int32 (B,): how many rows of a sample are valid, as of flash_attention.
         causal, window_size, attention_chunk, sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of
-            flash_attention. The last row sees the last key.
+            flash_attention. The last row sees the last key. On a GPU, "cuda" serves float16 and bfloat16 from sm_80 on,
+            where head_dims, strides and addresses are multiples of 16 bytes, and "auto" takes "triton" for all else. On
+            Hopper, samples of many rows are faster in caches without pages, and in pages of a multiple of 16 keys
+            without leftpad_k. "torch", "reference" and "cuda" on the CPU copy the keys that samples have room for.
         num_splits: into how many parts at most the keys of a sample are split, 1 to 256, by its own lengths alone. Then
             its bits do not depend on its batch. 0: as is fastest; "cuda" then looks at the lengths of the whole batch.
         k, v, cu_seqlens_k_new, rotary_seqlens: as append_to_kvcache. seqused_k must then be given; it counts the keys
@@ -73,7 +76,8 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
 
     Raises:
         As append_to_kvcache and flash_attention, before anything is written. The values of page_table, cache_batch_idx,
-        leftpad_k and lengths are checked for CPU tensors. On a GPU they are clamped, so that nothing outside is read.
+        leftpad_k and lengths are checked for CPU tensors. On a GPU they are clamped, so that nothing outside is read;
+        they must not change while the call runs there, but may between replays of a CUDA graph.
         NotImplementedError: also tree_mask together with cu_seqlens_q, window_size, attention_chunk, alibi_slopes or
         rotary_cos.
     """
@@ -156,7 +160,7 @@ def append_to_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, se
         rotary_cos, rotary_sin: (S_ro, rotary_dim / 2), contiguous, in the dtype of k, rotary_dim a multiple of 16 and
             at most D: cosine and sine of each position. The first rotary_dim columns of k are rotated before they are
             written, in fp32 (fp64 for float64).
-        rotary_interleaved: rotate the columns (2i, 2i + 1) as a pair, else (i, i + rotary_dim / 2).
+        rotary_interleaved: rotate the columns (2i, 2i + 1) as a pair, else (i, i + rotary_dim / 2), as transformers.
         rotary_seqlens: int32 (B,), contiguous: row t of sample b is rotated as at position rotary_seqlens[b] + t.
             seqused_k if None.
         backend: as flash_attention.

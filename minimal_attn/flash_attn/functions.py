@@ -48,7 +48,8 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
         out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result is copied into it. Not
             with gradients.
         s_aux, learnable_sink, sinks: three names of the sinks (H,), those of flash-attn 3, flash-attn 4 and vLLM.
-        q_descale, k_descale, v_descale, qv, score_mod, mask_mod, aux_tensors: only their defaults are supported.
+        q_descale, k_descale, v_descale, qv, score_mod, mask_mod, aux_tensors: only their defaults are supported; float8
+            is taken as it is.
         num_splits, pack_gqa, sm_margin, fa_version: change nothing.
         All others: as flash_attention.
 
@@ -56,7 +57,8 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
         out (B, Sq, H, D), with v's head_dim, in q's dtype, or in autocast's; lse (B, H, Sq) in fp32, natural log.
 
     Raises:
-        NotImplementedError: an argument that is not supported yet. Otherwise as flash_attention.
+        NotImplementedError: an argument that is not supported yet. TypeError: two names of one argument. Otherwise as
+        flash_attention.
     """
     return_lse = return_lse or return_softmax_lse or return_attn_probs
     window_size = NO_WINDOW if window_size is None else window_size

@@ -27,7 +27,8 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
         attn_mask: broadcastable to (..., Sq, Sk). bool: True where a key takes part. Otherwise it is added to the
             scores: of query's dtype or float32. Differentiable. Or a causal bias of torch.nn.attention.bias for Sq
             rows and Sk keys, of which no mask is formed. Not together with is_causal.
-        dropout_p: share of the probabilities to drop, whenever it is above 0, also in evaluation.
+        dropout_p: share of the probabilities to drop, whenever it is above 0, also in evaluation. Other elements are
+            dropped than by torch.
         is_causal: row i sees the keys j <= i (top-left aligned, other than in flash_attention).
         scale: factor of the scores; 1/sqrt(D) if None.
         enable_gqa: query may have several times the heads of key and of value, and query head h reads key head

@@ -24,8 +24,9 @@ def benchmark_fn(fn: Callable, *args: Any, warmup: int = 25, rep: int = 100, qua
                  **kwargs: Any) -> tuple[float, ...]:
     """Times of fn(*args, **kwargs) in ms: the quantiles in [0, 1], or (median, 20th percentile, 80th percentile).
 
-    If there is a GPU, fn is timed there, unless all tensors among its arguments are on the CPU. warmup calls come
-    before the rep timed ones. ValueError for a negative warmup, or a rep below 1.
+    If there is a GPU, fn is timed there, unless all tensors among its arguments are on the CPU: by CUDA events, each
+    call with a cold L2. Elsewhere it is wall-clock time. warmup calls come before the rep timed ones. ValueError for a
+    negative warmup, or a rep below 1.
     """
     if warmup < 0 or rep < 1:
         raise ValueError(f"warmup must be at least 0 and rep at least 1, got {warmup} and {rep}")
@@ -79,14 +80,19 @@ def _gpu_times(call: Callable, rep: int, gpu: torch.device) -> list[float]:
 
 @dataclass
 class BenchmarkResult:
-    """One function at one size."""
+    """One function at one size.
 
-    name: str  # "PyTorch", "Triton", "FlashAttention"
-    size: tuple  # (M, N, K), or (batch, heads, seq_len, head_dim)
-    time_ms: float  # median
+    name is "PyTorch", "Triton" or "FlashAttention", and size (M, N, K) or (batch, heads, seq_len, head_dim). time_ms is
+    the median. memory_mb is the peak memory of one call beyond what was allocated before it, in 10^6 bytes, and 0
+    without a GPU. block_config has the blocks, where they were given.
+    """
+
+    name: str
+    size: tuple
+    time_ms: float
     tflops: float
-    memory_mb: float = 0.0  # peak_bytes / 10^6; 0 without a GPU
-    block_config: dict | None = None  # the blocks, where they were given
+    memory_mb: float = 0.0
+    block_config: dict | None = None
 
 
 class BenchmarkRunner:

@@ -93,8 +93,8 @@ def print_gpu_info(device_id: int = 0) -> None:
 
 
 def check_hopper_features() -> dict[str, Any]:
-    """Which of Hopper's features GPU 0 has: three bools, its architecture, such as "hopper", and (major, minor);
-    without a GPU False, "unknown" and (0, 0)."""
+    """Which of Hopper's features GPU 0 has: the bools "tma_available", "fp8_available" and "wgmma_available", its
+    "arch", such as "hopper", and "compute_capability" (major, minor); without a GPU False, "unknown" and (0, 0)."""
     gpu = detect_gpu() if torch.cuda.is_available() else NO_GPU
     return {"tma_available": gpu.has_tma, "fp8_available": gpu.has_fp8, "wgmma_available": gpu.has_warpgroup_mma,
             "arch": gpu.arch.name.lower(), "compute_capability": gpu.compute_capability}
