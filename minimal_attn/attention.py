@@ -51,9 +51,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
     q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Copied, as
     flash-attn does, are a last dimension that is not contiguous and, in 16 bits on a GPU, tensors whose head_dim is no
-    multiple of 8 or whose rows do not start at multiples of 16 bytes. The backward pass keeps these copies. torch.autocast casts float32, float16 and bfloat16
-    inputs first, as for scaled_dot_product_attention; the three may then have different dtypes. It leaves float64 and
-    float8 as they are. Gradients have the dtypes of the inputs.
+    multiple of 8 or whose rows do not start at multiples of 16 bytes. The backward pass keeps these copies.
+    torch.autocast casts float32, float16 and bfloat16 inputs first, as for scaled_dot_product_attention; the three may
+    then have different dtypes. It leaves float64 and float8 as they are. Gradients have the dtypes of the inputs.
 
     Args:
         q: (B, H, Sq, D) or (B·H, Sq, D), with D from 1 to 256. float32 (computed in true fp32), float16 or bfloat16.

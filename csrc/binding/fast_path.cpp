@@ -41,10 +41,11 @@ bool take_optional(OptionalTensor &to, py::handle x) {  // takes None, or a plai
     return needs_no_dispatcher({&*to}) && !(at::GradMode::is_enabled() && to->requires_grad());
 }
 
-// Returns out, (out, lse), or None for Python to serve or refuse the call. seq_major: rows come before heads; a packed batch is 3D. lengths: see options.py.
+// Returns out, (out, lse), or None for Python to serve or refuse the call. seq_major: rows come before heads; a packed
+// batch is 3D. lengths: see options.py.
 py::object fast_forward(py::handle q_, py::handle k_, py::handle v_, py::handle causal, py::handle softmax_scale,
-                        bool seq_major, bool return_lse, bool deterministic,
-                        py::handle window_size, py::tuple lengths, py::handle sinks) {
+                        bool seq_major, bool return_lse, bool deterministic, py::handle window_size, py::tuple lengths,
+                        py::handle sinks) {
     for (py::handle x : {q_, k_, v_})
         if (!THPVariable_CheckExact(x.ptr())) return py::none();
     const at::Tensor &q = THPVariable_Unpack(q_.ptr()), &k = THPVariable_Unpack(k_.ptr());

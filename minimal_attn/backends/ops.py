@@ -1,9 +1,9 @@
 """The derivative of an attention op, and the shapes that torch.compile asks for: the same for csrc and for Triton.
 
 An op forward(q, k, v, *options, mode, ...) gives (out, lse, max_logits), the last one empty if it is not asked for, and
-backward(dout, dlse, q, k, v, out, lse, *options,
-mode, need_dq, need_dkv, need_dsinks, need_dbias) gives (dq, dk, dv, dsinks, dbias). The options are those of
-Options.of_op. mode is the one bool that both ops of an implementation take: csrc's deterministic, Triton's autotune.
+backward(dout, dlse, q, k, v, out, lse, *options, mode, need_dq, need_dkv, need_dsinks, need_dbias) gives (dq, dk, dv,
+dsinks, dbias). The options are those of Options.of_op. mode is the one bool that both ops of an implementation take:
+csrc's deterministic, Triton's autotune.
 
 The dispatcher's Python part costs more than a small attention takes. ../../csrc/binding/autograd.cpp and
 ../../triton_ref/ops.py therefore go past it where nothing traces or watches.

@@ -177,7 +177,8 @@ def test_nan_of_hidden_keys_in_fp8():
             x.view(torch.uint8)[b, :, :end] = 0x7f  # NaN
     assert all(map(torch.equal, twin.run(q, k, v, options), want))
     # The interpreter takes another way, without this copy.
-    assert not twin.transposed(v.half() if not HAS_GPU else v, 4, options.lengths, launching.mask_of(options)).isnan().any()
+    mask = launching.mask_of(options)
+    assert not twin.transposed(v.half() if not HAS_GPU else v, 4, options.lengths, mask).isnan().any()
 
 
 # One dtype of each size: the others have the same tiles, and test_forward.py and test_fp8 run them.

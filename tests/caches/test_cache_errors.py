@@ -377,8 +377,8 @@ def test_errors_while_tracing():
     dict(seqused_q=torch.ones(4, dtype=torch.int32)[::2]),
     dict(cu_seqlens_q=torch.tensor([0, 2, 5], dtype=torch.int32)),
     dict(sinks=torch.zeros(2)), dict(alibi_slopes=torch.zeros(2)), dict(tree_mask=torch.zeros(2, 4).long()),
-    dict(softmax_scale=math.nan), dict(softcap=-1.0), dict(window_left=-2), dict(attention_chunk=-1), dict(num_splits=257),
-    dict(max_seqlen_q=-1),
+    dict(softmax_scale=math.nan), dict(softcap=-1.0), dict(window_left=-2), dict(attention_chunk=-1),
+    dict(num_splits=257), dict(max_seqlen_q=-1),
 ], ids=lambda change: "-".join(f"{name}_{tuple(getattr(x, 'shape', ())) or x}" for name, x in change.items()))
 def test_op_refuses_what_would_read_out_of_bounds(change):
     """Without a GPU the compiled op checks its arguments alike, and then says that it needs one."""
