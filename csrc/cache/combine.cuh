@@ -136,7 +136,7 @@ template <typename Shape> struct BlockMemory : Shape::Barriers {
 
 // Ends a work item: adds the partial results of the block's parts, of the cluster's blocks, and of the tile's work
 // items, one after another. Threads have called cluster_arrive_relaxed() since the last step. Item n of this block ends
-// phase n of results_full.
+// phase n of results_full. The caller waits for all threads before its next item overwrites what they read.
 template <typename T, typename Shape>
 __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler, const WorkItem<Shape> &item,
                         BlockMemory<Shape> &shared, uint32_t &parity) {
@@ -181,7 +181,7 @@ __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler
         }
         // The last work item of the sample adds all of them: rank by rank, as each has its own columns.
         int &arrived = p.counters[2 + (int64_t(item.b) * p.nheads_k + item.h_k) * cluster + rank];
-        __syncthreads();  // the result is stored
+        __syncthreads();  // unobserved by the emulator: the result is stored, as all threads run before another block's
         if (threadIdx.x == 0) scheduler.shared.arrived = atomic_add_acq_rel(&arrived, 1);
         __syncthreads();  // its number is known
         if (scheduler.shared.arrived == item.num_splits - 1) {
@@ -194,7 +194,6 @@ __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler
         const int r = i / kVecs, col = i % kVecs * 4;
         terms.sum(r, col).template store_output<T>(p, item, r, col);
     }
-    __syncthreads();  // all have read what the next item overwrites
 }
 
 // Rows outside of samples get 0 and -inf.

@@ -142,6 +142,7 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
         __syncthreads();  // all warps have read their stages
         shared.buffer.partial[warp_idx].store(item, acc_o, softmax, 0);
         combine<T>(p, scheduler, item, shared, parity);
+        __syncthreads();  // all have read the results
     }
     store_padding<T>(p);
     if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
         __syncthreads();  // all warpgroups have read their stages
         shared.buffer.partial[part].store(item, acc_o, softmax, thread_idx / 32 * 16);
         combine<T>(p, scheduler, item, shared, results_parity);
-        fence_proxy_async();  // the partial result was there where TMA will copy to
+        fence_proxy_async();  // unobserved by the emulator: TMA will copy to where the partial result was
         __syncthreads();
     }
     store_padding<T>(p);

@@ -153,6 +153,8 @@ const std::vector<Case> cases = {
           false, 3}),
     tall({"tall_clamped", f16, 2, 1, 5, 64, 64, 16, 4, {1 << 30, -5}}),
     tall({"tall_uneven", b16, 2, 1, 5, 128, 128, 3000, 0, {100, 3000, 5, 0, 64, 70}, -1, 0}),
+    tall({"tall_tiles", b16, 4, 1, 0, 128, 128, 200, 0, {180, 200}, -1, 0, {}, {0, 1, 30}, {}, 0, 1, false, false, false,
+          false, 0, 1}),
     tall({"tall_tree", f16, 6, 1, 9, 64, 64, 16, 20, {260, 8, 100}, -1, -1, {}, {}, {9, 4, 7}, 0, 1, false, true, false,
           false, 0, 0, Case::kBranches}),
     tall({"all_kernels", b16, 4, 2, 0, 128, 128, 16, 14, {200, 180, 100, 224, 5}, -1, 0, {}, {0, 1, 90, 97, 300, 300}},
