@@ -127,7 +127,7 @@ MUTANTS = [
     ("csrc/cache/decode.cu", "decode_leftpad_across_pages",
      "(p.page_size % kRows == 0 && item.seq.k_begin % kRows == 0);", "p.page_size % kRows == 0;",
      kernel("cache/decode.cu")),
-    ("csrc/cache/combine.cuh", "partial_sum_not_rescaled", "row_sum *= factor, o =", "o =", kernel("cache/decode.cu")),
+    ("csrc/cache/combine.cuh", "partial_sum_not_rescaled", "sum.row_sum *= alpha, o =", "o =", kernel("cache/decode.cu")),
     ("csrc/cache/combine.cuh", "results_of_blocks_not_awaited", "mbarrier_wait(full, parity);", "", kernel("cache/decode.cu")),
     ("csrc/cache/combine.cuh", "last_work_item_is_the_first", "scheduler.shared.arrived == item.num_splits - 1",
      "scheduler.shared.arrived == 0", kernel("cache/decode.cu")),

@@ -1,6 +1,8 @@
-// Partial results of a tile, each of some of its keys, and their sum: of the warps of a block in shared memory, of the
+// Partial results of a tile, each of some of its keys, and their sum: of the parts of a block in shared memory, of the
 // blocks of a cluster through distributed shared memory, of the work items of a sample through the workspace.
 #pragma once
+
+#include <algorithm>
 
 #include "cache/rows.cuh"
 #include "common/softmax.cuh"
@@ -33,38 +35,11 @@ template <typename Shape> struct PartialResult {
     }
 };
 
-// Four columns of a row. Partial results are added in their order.
+// Four columns of a row.
 struct RowSum {
     float row_max = -FLT_MAX, row_sum = 0.f;  // the maximum is finite: exp2(-inf - row_max) is 0, not NaN
     float4 o = {};
 
-    // load(i, x, end) reads result i. Eight loads do not wait for one another.
-    template <typename Load> __device__ void add(int count, Load load) {
-        constexpr int kLoads = 8;
-#pragma unroll 1
-        for (int first = 0; first < count; first += kLoads) {
-            float4 x[kLoads];
-            float2 end[kLoads];
-            float max = row_max;
-#pragma unroll
-            for (int i = 0; i < kLoads; i++) {
-                x[i] = {}, end[i] = {-FLT_MAX, 0.f};
-                if (first + i < count) load(first + i, x[i], end[i]);
-            }
-            for (int i = 0; i < kLoads; i++) max = fmaxf(max, end[i].x);
-            scale(exp2_approx(row_max - max)), row_max = max;
-#pragma unroll
-            for (int i = 0; i < kLoads; i++) {
-                const float beta = exp2_approx(end[i].x - max);
-                row_sum = fmaf(end[i].y, beta, row_sum);
-                o = {fmaf(x[i].x, beta, o.x), fmaf(x[i].y, beta, o.y), fmaf(x[i].z, beta, o.z),
-                     fmaf(x[i].w, beta, o.w)};
-            }
-        }
-    }
-    __device__ void scale(float factor) {
-        row_sum *= factor, o = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
-    }
     __device__ void store(float *row, int col, int end) const {
         *reinterpret_cast<float4 *>(row + col) = o;
         *reinterpret_cast<float2 *>(row + end) = {row_max, row_sum};
@@ -87,31 +62,96 @@ struct RowSum {
     }
 };
 
+// Where `count` partial results lie. Row r of the first is at columns + r · pitch, its end at ends + r · end_pitch.
+struct Terms {
+    int count;
+    const float *columns, *ends;
+    int64_t stride, end_stride;  // from one result to the next
+    int pitch, end_pitch;
+
+    // Adds them in their order.
+    __device__ RowSum sum(int r, int col) const {
+        constexpr int kLoads = 8;  // do not wait for one another
+        auto load = [&](int i, float4 &x, float2 &end) {
+            x = *reinterpret_cast<const float4 *>(columns + i * stride + r * pitch + col);
+            end = *reinterpret_cast<const float2 *>(ends + i * end_stride + r * end_pitch);
+        };
+        RowSum sum;
+        float4 &o = sum.o, x[kLoads];
+        float2 end[kLoads];
+        if (count == 1) {
+            load(0, o, end[0]);
+            sum.row_max = end[0].x, sum.row_sum = end[0].y;
+            return sum;
+        }
+#pragma unroll 1
+        for (int first = 0; first < count; first += kLoads) {
+            float max = sum.row_max;
+#pragma unroll
+            for (int i = 0; i < kLoads; i++) {
+                x[i] = {}, end[i] = {-FLT_MAX, 0.f};
+                if (first + i < count) load(first + i, x[i], end[i]);
+            }
+            for (int i = 0; i < kLoads; i++) max = fmaxf(max, end[i].x);
+            const float alpha = exp2_approx(sum.row_max - max);
+            sum.row_max = max, sum.row_sum *= alpha, o = {o.x * alpha, o.y * alpha, o.z * alpha, o.w * alpha};
+#pragma unroll
+            for (int i = 0; i < kLoads; i++) {
+                const float beta = exp2_approx(end[i].x - max);
+                sum.row_sum = fmaf(end[i].y, beta, sum.row_sum);
+                o = {fmaf(x[i].x, beta, o.x), fmaf(x[i].y, beta, o.y), fmaf(x[i].z, beta, o.z),
+                     fmaf(x[i].w, beta, o.w)};
+            }
+        }
+        return sum;
+    }
+};
+
 // Partial results of the blocks of a cluster, for the columns of one: its share of a tile's rows, four by four.
 template <typename Shape> struct ClusterResults {
     float4 o[Shape::kBlockM * Shape::kHeadDim / 4 + Splits::kMaxBlocks];  // `share` of each block
     float2 ends[Splits::kMaxBlocks][Shape::kBlockM];
 };
 
-// Ends a work item: adds the partial results of a block's warps, of the cluster's blocks, and of the sample's work
-// items. Threads have called cluster_arrive_relaxed() since the last step. Item n of this block ends phase n of `full`.
+// Shared memory of a block. A part of the block, a warp or a warpgroup, has its own keys of a step.
+template <typename Shape> struct BlockMemory : Shape::Barriers {
+    typename Scheduler<Shape>::Shared scheduler;
+    Barrier results_full;
+    alignas(1024) typename Shape::Q q;
+    union Buffer {
+        typename Shape::Stage stages[1];  // of the parts, each with a ring of them
+        PartialResult<Shape> partial[1];  // of the parts after a work item's last step; then ClusterResults
+    } buffer;
+
+    __device__ ClusterResults<Shape> &results(int num_parts) {
+        return reinterpret_cast<ClusterResults<Shape> &>(buffer.partial[num_parts]);
+    }
+    static constexpr size_t bytes(int num_warps, int num_stages) {
+        const size_t num_parts = num_warps / Shape::kPartWarps;
+        return sizeof(BlockMemory) - sizeof(Buffer) +
+               std::max(num_parts * num_stages * sizeof(typename Shape::Stage),
+                        num_parts * sizeof(PartialResult<Shape>) + sizeof(ClusterResults<Shape>));
+    }
+};
+
+// Ends a work item: adds the partial results of the block's parts, of the cluster's blocks, and of the tile's work
+// items, one after another. Threads have called cluster_arrive_relaxed() since the last step. Item n of this block ends
+// phase n of results_full. The caller waits for all threads before its next item overwrites what they read.
 template <typename T, typename Shape>
 __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler, const WorkItem<Shape> &item,
-                        const PartialResult<Shape> *parts, ClusterResults<Shape> &results, Barrier &full,
-                        uint32_t &parity) {
+                        BlockMemory<Shape> &shared, uint32_t &parity) {
     constexpr int kHeadDim = Shape::kHeadDim, kVecs = kHeadDim / 4, kPitch = Splits::pitch(kHeadDim);
+    constexpr int kPartSize = sizeof(PartialResult<Shape>) / sizeof(float), kPartPitch = PartialResult<Shape>::kPitch;
     const Splits &splits = scheduler.splits;
-    const int cluster = splits.cluster, rank = scheduler.rank;
+    const int cluster = splits.cluster, rank = scheduler.rank, num_parts = splits.num_warps / Shape::kPartWarps;
+    ClusterResults<Shape> &results = shared.results(num_parts);
+    Barrier &full = shared.results_full;
     const int count = item.rows * kVecs, share = ceil_div(count, cluster);
-    const int begin = min(count, rank * share), end = min(count, begin + share);
-    const int64_t size = int64_t(splits.rows) * kPitch, stride = p.nheads_k * size;
-    float *const result = static_cast<float *>(p.workspace) + item.slot * size;  // of this work item
-    auto store = [&](RowSum &sum, int r, int col) {
-        // Each rank has an end of a row of its own: the rank that writes it reads it.
-        if (item.num_splits > 1) sum.store(result + r * kPitch, col, kHeadDim + 2 * rank);
-        else sum.template store_output<T>(p, item, r, col);
-    };
-    __syncthreads();  // the warps' results are there
+    const int begin = min(count, rank * share);
+    int end = min(count, begin + share);
+    const float *const rows = shared.buffer.partial->rows[0];
+    Terms terms{num_parts, rows, rows + kHeadDim, kPartSize, kPartSize, kPartPitch, kPartPitch};
+    __syncthreads();  // the parts' results are there
 #if MINIMAL_ATTN_HAS_CLUSTERS
     if (cluster > 1) {
         if (threadIdx.x == 0) {
@@ -119,61 +159,41 @@ __device__ void combine(const DecodeParams &p, const Scheduler<Shape> &scheduler
             mbarrier_arrive_expect_tx(full, cluster * ((end - begin) * sizeof(float4) + rows * sizeof(float2)));
         }
         cluster_wait();  // all blocks have read their keys, and the last item's results
-    }
-#endif
-    for (int i = threadIdx.x; i < count; i += blockDim.x) {
-        const int r = i / kVecs, col = i % kVecs * 4;
-        RowSum sum;
-        sum.add(Shape::kWarpsHaveKeys ? splits.num_warps : 1, [&](int part, float4 &x, float2 &end) {
-            x = reinterpret_cast<const float4 &>(parts[part].rows[r][col]);
-            end = reinterpret_cast<const float2 &>(parts[part].rows[r][kHeadDim]);
-        });
-        if (cluster == 1) {
-            store(sum, r, col);
-            continue;
+        for (int i = threadIdx.x; i < count; i += blockDim.x) {
+            const int r = i / kVecs, col = i % kVecs * 4, to = floor_div(i, share), at = i - to * share;
+            const RowSum sum = terms.sum(r, col);
+            store_to_block(results.o[rank * share + at], sum.o, full, to);
+            if (at == 0 || col == 0) store_to_block(results.ends[rank][r], {sum.row_max, sum.row_sum}, full, to);
         }
-#if MINIMAL_ATTN_HAS_CLUSTERS
-        const int to = floor_div(i, share), at = i - to * share;
-        store_to_block(results.o[rank * share + at], sum.o, full, to);
-        if (at == 0 || col == 0) store_to_block(results.ends[rank][r], {sum.row_max, sum.row_sum}, full, to);
-#endif
-    }
-#if MINIMAL_ATTN_HAS_CLUSTERS
-    if (cluster > 1) {
         mbarrier_wait(full, parity);
         parity ^= 1;
-        for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
-            const int r = i / kVecs;
-            RowSum sum;
-            sum.add(cluster, [&](int block, float4 &x, float2 &end) {
-                x = results.o[block * share + i - begin], end = results.ends[block][r];
-            });
-            store(sum, r, i % kVecs * 4);
-        }
+        const float *const columns = &results.o[0].x - 4 * begin;
+        terms = {cluster, columns, &results.ends[0][0].x, 4 * share, 2 * Shape::kBlockM, kHeadDim, 2};
     }
 #endif
     if (item.num_splits > 1) {
+        // Each rank has an end of a row of its own: the rank that writes it reads it.
+        const int64_t size = int64_t(splits.rows) * kPitch, stride = p.nheads_k * size;
+        float *const result = static_cast<float *>(p.workspace) + item.slot * size;  // of this work item
+        for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
+            const int r = i / kVecs, col = i % kVecs * 4;
+            terms.sum(r, col).store(result + r * kPitch, col, kHeadDim + 2 * rank);
+        }
         // The last work item of the sample adds all of them: rank by rank, as each has its own columns.
         int &arrived = p.counters[2 + (int64_t(item.b) * p.nheads_k + item.h_k) * cluster + rank];
-        __syncthreads();  // the result is stored
+        __syncthreads();  // unobserved by the emulator: the result is stored, as all threads run before another block's
         if (threadIdx.x == 0) scheduler.shared.arrived = atomic_add_acq_rel(&arrived, 1);
         __syncthreads();  // its number is known
         if (scheduler.shared.arrived == item.num_splits - 1) {
-            const float *const first = result - item.split * stride;
-            for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
-                const int r = i / kVecs, col = i % kVecs * 4;
-                RowSum sum;
-                sum.add(item.num_splits, [&](int split, float4 &x, float2 &end) {
-                    const float *row = first + split * stride + r * kPitch;
-                    x = *reinterpret_cast<const float4 *>(row + col);
-                    end = *reinterpret_cast<const float2 *>(row + kHeadDim + 2 * rank);
-                });
-                sum.template store_output<T>(p, item, r, col);
-            }
             if (threadIdx.x == 0) arrived = 0;
-        }
+            const float *const first = result - item.split * stride;
+            terms = {item.num_splits, first, first + kHeadDim + 2 * rank, stride, stride, kPitch, kPitch};
+        } else end = begin;  // another work item writes the output
     }
-    __syncthreads();  // all have read what the next item overwrites
+    for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
+        const int r = i / kVecs, col = i % kVecs * 4;
+        terms.sum(r, col).template store_output<T>(p, item, r, col);
+    }
 }
 
 // Rows outside of samples get 0 and -inf.

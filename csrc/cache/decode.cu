@@ -12,23 +12,32 @@ using namespace decoding;
 
 // Copies a warp's keys and values by cp.async. (TMA, with a box of 16 rows for each page, reads memory 8 % slower.)
 template <typename T, typename Shape> struct WarpKeys {
+    using Stage = typename Shape::Stage;
     static constexpr int kRows = Shape::kWarpKeys, kVecs = Shape::kHeadDim / 8;
     const DecodeParams &p;
     const WorkItem<Shape> &item;
-    WarpStage<Shape> *const stages;  // of the first warp
+    Stage *const stages;  // of the first warp
     const int num_stages, step_keys;
     int key, stage = 0;              // of the next step: its first key, and where it is copied to
     int sequence, row;               // of this lane in the next step, see find()
 
     __device__ WarpKeys(const DecodeParams &p, const Splits &splits, const WorkItem<Shape> &item, int key,
-                        WarpStage<Shape> *stages, int num_stages)
+                        Stage *stages, int num_stages)
         : p(p), item(item), stages(stages), num_stages(num_stages), step_keys(splits.step_keys), key(key) {
         find();
-#pragma unroll 1
-        while (stage + 1 < num_stages) load();
+    }
+    // Every call makes one group of copies, even after the last step.
+    __device__ void load() {
+        if (key < item.end) {
+            rows_are_neighbours() ? copy<true>() : copy<false>();
+            key += step_keys;
+            find();
+        }
+        cp_async_commit();
+        stage = stage + 1 == num_stages ? 0 : stage + 1;
     }
     // The keys of the next step.
-    __device__ const WarpStage<Shape> &next() {
+    __device__ const Stage &next() {
         wait();
         __syncwarp();  // unobserved by the emulator: lanes also meet at ldmatrix
         load();        // in place of that step's
@@ -40,18 +49,8 @@ template <typename T, typename Shape> struct WarpKeys {
     }
 
   private:
-    __device__ WarpStage<Shape> &at(int stage) const {
+    __device__ Stage &at(int stage) const {
         return stages[stage * int(blockDim.x / 32) + threadIdx.x / 32];
-    }
-    // Every call makes one group of copies, even after the last step.
-    __device__ void load() {
-        if (key < item.end) {
-            rows_are_neighbours() ? copy<true>() : copy<false>();
-            key += step_keys;
-            find();
-        }
-        cp_async_commit();
-        stage = stage + 1 == num_stages ? 0 : stage + 1;
     }
     // A step's rows are in one sequence or page.
     __device__ bool rows_are_neighbours() const {
@@ -70,7 +69,7 @@ template <typename T, typename Shape> struct WarpKeys {
     }
 
     template <bool kNeighbours> __device__ void copy() const {
-        using Swizzle = PanelSwizzle<kRows>;
+        using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
         constexpr int kRowStep = 32 / kVecs;
         const int lane_row = threadIdx.x % 32 / kVecs, vec = threadIdx.x % kVecs;
         const unsigned b = max(0, min(sequence, p.num_sequences - 1)), h = item.h_k;  // unsigned: fewer instructions
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
     __trap();
 #else
     prefetch_parameters(p, splits, scores, factors);
-    auto &shared = shared_memory<WarpsMemory<Shape>>();
+    auto &shared = shared_memory<BlockMemory<Shape>>();
     const int warp_idx = threadIdx.x / 32;
     uint32_t parity = 0;
 #if MINIMAL_ATTN_HAS_CLUSTERS
@@ -123,8 +122,12 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
         const WorkItem<Shape> item(p, splits, scheduler.plan, at);
         if (item.rows == 0) continue;
         const int begin = item.begin + scheduler.rank * splits.block_keys + warp_idx * Shape::kWarpKeys;
-        load_q<T>(shared.q, p, item, PanelSwizzle<Shape::kBlockM>::offset);
         WarpKeys<T, Shape> keys(p, splits, item, begin, shared.buffer.stages, num_stages);
+#pragma unroll 1
+        for (int i = 0; i + 1 < num_stages; i++) {  // the first keys before Q: all else waits for them
+            keys.load();
+            if (i == 0) load_q<T>(shared.q, p, item, Swizzle<Shape::kHeadDim>::offset);
+        }
         float acc_o[Shape::kMTiles][Shape::kHeadDim / 8][4] = {};
         Softmax<Shape::kMTiles> softmax(factors.softmax_scale_log2);
         keys.wait();
@@ -134,12 +137,12 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
 #if MINIMAL_ATTN_HAS_CLUSTERS
         if (splits.cluster > 1) cluster_arrive_relaxed();  // this block has read its keys
 #endif
-        let_next_kernel_begin();
+        if (splits.may_overlap) let_next_kernel_begin();
         scheduler.take_next();
-        cp_async_wait<0>();  // groups without copies are left
-        __syncthreads();     // all warps have read their stages
+        __syncthreads();  // all warps have read their stages
         shared.buffer.partial[warp_idx].store(item, acc_o, softmax, 0);
-        combine<T>(p, scheduler, item, shared.buffer.partial, shared.results(), shared.results_full, parity);
+        combine<T>(p, scheduler, item, shared, parity);
+        __syncthreads();  // all have read the results
     }
     store_padding<T>(p);
     if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
@@ -154,7 +157,7 @@ template <typename Shape> struct Launch {
         constexpr int kSystemBytes = 1024;  // in each block's shared memory
         auto blocks_with = [](int num_warps, int num_stages) {
             return int((max_shared_memory() + kSystemBytes) /
-                       (WarpsMemory<Shape>::bytes(num_warps, num_stages) + kSystemBytes));
+                       (BlockMemory<Shape>::bytes(num_warps, num_stages) + kSystemBytes));
         };
         const int blocks_per_sm = std::min(2, blocks_with(Shape::kNumWarps, 2));
         splits = Splits::make<Shape>(p, blocks_per_sm, blocks_with(Shape::kMaxWarps, 2) > 0);
@@ -165,20 +168,13 @@ template <typename Shape> struct Launch {
 
 template <typename T, typename Shape> void launch_decode(const DecodeParams &p) {
     const auto [num_stages, splits] = Launch<Shape>(p);
-    // Begun early, blocks that need a multiprocessor each would gather on the free ones. A mixed batch overlaps anyway.
-    launch_clusters(!splits.are_alone || p.phase != Phase::kAlone, splits.cluster, decode<T, Shape>,
-                    int64_t(splits.num_clusters) * splits.cluster, 32 * splits.num_warps,
-                    WarpsMemory<Shape>::bytes(splits.num_warps, num_stages), p.stream, p, splits, Scores<>(p),
-                    ScoreFactors<float>(p), num_stages);
+    launch_clusters(splits.cluster, decode<T, Shape>, int64_t(splits.num_clusters) * splits.cluster,
+                    32 * splits.num_warps, BlockMemory<Shape>::bytes(splits.num_warps, num_stages), p.stream, p, splits,
+                    Scores<>(p), ScoreFactors<float>(p), num_stages);
 }
 
-int64_t decode_workspace(const DecodeParams &p) {
-    return with_warp_shape(
-        p, [&]<typename Shape>() { return Launch<Shape>(p).splits.workspace_bytes(p, Shape::kHeadDim); });
-}
-
-int64_t num_decode_counters(const DecodeParams &p) {
-    return with_warp_shape(p, [&]<typename Shape>() { return Launch<Shape>(p).splits.num_counters(p); });
+DecodeSizes decode_sizes(const DecodeParams &p) {
+    return with_warp_shape(p, [&]<typename Shape>() { return Launch<Shape>(p).splits.sizes(p, Shape::kHeadDim); });
 }
 
 void flash_decode(const DecodeParams &p) {

@@ -89,9 +89,10 @@ SHOWN_TO = {
     "sm90/flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
     "sm90/tiles.cuh": SM90, "sm90/producer.cuh": SM90, "sm90/flash_sm90.cuh": SM90,
     "sm90/mods/bias.cuh": ["sm90_bias"], "cache/prefill_sm90.cu": ["prefill", "prefill_pages"],
-    "cache/decode.cu": ["one", "d64", "d128", "scale_30"], "cache/work.cuh": ["uneven", "uneven_heads", "uneven_clusters"],
-    "cache/decode_sm90.cu": ["tall_64", "tall_splits", "tall_pages"],
-    "cache/combine.cuh": ["d64", "d128", "mqa", "many_rows", "packed", "three_splits", "uneven", "long"],
+    "cache/decode.cu": ["one", "d64", "d128", "scale_30", "packed_long"],
+    "cache/work.cuh": ["uneven", "uneven_packed", "uneven_clusters"],
+    "cache/decode_sm90.cu": ["tall_64", "tall_splits", "tall_pages", "tall_tiles"],
+    "cache/combine.cuh": ["d64", "d128", "mqa", "packed_long", "uneven_heads"],
 }
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600),  # the first test compiles csrc

@@ -35,7 +35,7 @@ void launch_bwd(const AttnBackwardParams &p, void (*kernel)(BwdParams<Shape>)) {
                                   workspace, tiles.template order<Divisor>(p), int(num_items),
                                   rows_first, tiles.heads_together(1, p.nheads_k),
                                   factors, score_factor, scale, dv_scale};
-    launch_clusters(true, kTileBlocks, kernel, Shape::kIsPersistent ? std::min<int64_t>(blocks, num_sms()) : blocks,
+    launch_clusters(kTileBlocks, kernel, Shape::kIsPersistent ? std::min<int64_t>(blocks, num_sms()) : blocks,
                     Shape::kNThreads, kSharedBytes, p.stream, params);
     if constexpr (Shape::kMaxSplits > 1) launch_dkv<T>(p, workspace, scale, dv_scale);
     if (p.dq.data)

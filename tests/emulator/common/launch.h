@@ -106,6 +106,14 @@ template <typename T> T __shfl_up_sync(unsigned mask, T x, int lanes) {
     const int lane_idx = threadIdx.x % 32;
     return __shfl_sync(mask, x, lane_idx < lanes ? lane_idx : lane_idx - lanes);
 }
+inline int __reduce_add_sync(unsigned mask, int x) {
+    for (int lanes = 1; lanes < 32; lanes *= 2) x += __shfl_xor_sync(mask, x, lanes);
+    return x;
+}
+inline int __reduce_max_sync(unsigned mask, int x) {
+    for (int lanes = 1; lanes < 32; lanes *= 2) x = max(x, __shfl_xor_sync(mask, x, lanes));
+    return x;
+}
 inline int __any_sync(unsigned mask, int x) {
     if (mask != ~0u) emulator::fail("__any_sync with mask %#x", mask);
     emulator::meet("__any_sync", &x, [](void *(&lanes)[32]) {
@@ -173,7 +181,7 @@ void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t s
     launch<Args...>(kernel, blocks, threads, shared_bytes, stream, args...);
 }
 template <typename... Args>
-void launch_clusters(bool, int cluster, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
+void launch_clusters(int cluster, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
                      std::type_identity_t<Args>... args) {
     run<Args...>(kernel, blocks, threads, cluster, shared_bytes, args...);
 }
