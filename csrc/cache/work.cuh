@@ -21,7 +21,7 @@ template <typename Shape> struct Sample {
         num_rows = seq.is_served(p) ? seq.seqlen_q * splits.group : 0;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
         may_split = splits.may_split && num_rows > 0 && num_rows <= splits.rows;
-        const int begin = max(0, seq.seqlen_k - seq.seqlen_q - p.window_left) & -Shape::kAlignment;
+        const int begin = Mask(seq.seqlen_q, seq.seqlen_k, p).keys(0).begin & -Shape::kAlignment;
         num_steps = num_tiles ? shift_div(seq.seqlen_k - begin + splits.step_keys - 1, splits.step_keys) : 0;
     }
 };

@@ -44,11 +44,16 @@ struct Case {
     int max_seqlen_q = 0;          // 0: the largest
     enum Tree { kNone, kBranches, kCausal } tree = kNone;  // the tree mask; kCausal is the causal mask as one
     int tall = INT_MAX, prefill = INT_MAX;  // from so many rows on decode_sm90.cu and prefill_sm90.cu serve a sample
+    int chunk = 0;
 
     int samples() const { return int(seqused_k.size()); }
     int capacity() const { return pages ? size * pages : size; }
 };
 
+Case chunks(Case c, int chunk) {
+    c.chunk = chunk;
+    return c;
+}
 Case prefill(Case c, int rows = 1) {
     c.prefill = rows;
     return c;
@@ -84,6 +89,10 @@ const std::vector<Case> cases = {
     {"batch_idx",  b16,  4, 2, 1,  64,  64,  150, 0, {150, 20, 0}, -1, -1, {}, {}, {}, 0, 1, false, false, true},
     {"window",     b16,  4, 2, 4, 128, 128,  400, 0, {400, 100, 2}, 70, 0},
     {"window_both", f16, 2, 1, 6,  64,  64,  300, 0, {300, 20}, 100, 2},
+    chunks({"chunks", b16, 4, 2, 4, 128, 128, 400, 0, {400, 100, 2, 258}, -1, 0}, 128),
+    chunks({"chunks_window", f16, 2, 1, 6, 64, 64, 300, 0, {300, 130, 3}, 100, 2}, 100),
+    tall(chunks({"tall_chunks", b16, 8, 1, 6, 64, 64, 400, 0, {400, 130}, -1, 0}, 128)),
+    prefill(chunks({"prefill_chunks", f16, 2, 1, 200, 128, 128, 400, 0, {400, 70}, -1, 0}, 150)),
     {"softcap",    b16,  4, 2, 1, 128, 128,  200, 0, {200, 60}, -1, -1, {}, {}, {}, 2},
     {"alibi",      f16,  4, 2, 3,  64,  64,   16, 12, {180, 60}, -1, 0, {}, {}, {}, 0, 1, true},
     {"sinks",      b16,  4, 2, 1, 128, 128,  200, 0, {200, 0, 64}, -1, -1, {}, {}, {}, 0, 1, false, true},
@@ -290,7 +299,8 @@ template <typename T> struct Call {
         const int diagonal = row + keys_of(b) - rows_of_sample(b);
         if (c.tree == Case::kBranches && key >= keys_of(b) - rows_of_sample(b))
             return tree_sees(b, row, key - (keys_of(b) - rows_of_sample(b)));
-        return (c.left < 0 || key >= diagonal - c.left) && (c.right < 0 || key <= diagonal + c.right);
+        return (c.left < 0 || key >= diagonal - c.left) && (c.right < 0 || key <= diagonal + c.right) &&
+               (!c.chunk || (diagonal >= 0 && key / c.chunk == diagonal / c.chunk));
     }
     // NaN but for what some row sees.
     std::vector<T> cache() {
@@ -325,6 +335,7 @@ template <typename T> struct Call {
         p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v, p.dtype = c.dtype, p.softcap = c.softcap;
         p.softmax_scale = float(c.scale / std::sqrt(double(c.head_dim)));
         c.tree ? p.set_window(-1, -1) : p.set_window(c.left, c.right);
+        p.attention_chunk = c.chunk;
         p.seqused_k = seqused_k.device;
         if (is_packed) p.cu_seqlens_q = cu_seqlens_q.device;
         if (!c.seqused_q.empty()) p.seqused_q = seqused_q.device;
