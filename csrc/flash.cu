@@ -23,7 +23,7 @@ template <typename Sum> __device__ Sum log_add_exp(Sum x, Sum y) {
     return x == y ? x + log(Sum(2)) : fmax(x, y) + log1p(exp(-fabs(x - y)));
 }
 
-// kMods: mods/score_mods.cuh changes the scores.
+// kMods: mods/score_mods.cuh changes the scores, or there are chunks.
 template <typename T, typename Tiles, bool kMods>
 __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 8 warps an SM: 255 registers a thread
     flash_fwd(const AttnParams p, const bool aligned) {
@@ -37,10 +37,10 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
 
     const Tile tile = RowTiles<Br>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
-    const Mask mask(seq, p);
+    const MaskOf<kMods> mask(seq, p);
     const auto scores = scores_of<kMods, T>(p, seq, tile.b, tile.h);
     const int row0 = tile.block * Br;
-    const BlockRange blocks = mask.key_blocks<Br, Bc>(row0);
+    const BlockRange blocks = mask.template key_blocks<Br, Bc>(row0);
 
     Sum O[kRows][kDims] = {}, m[kRows], l[kRows] = {};
     for (Sum &x : m) x = -INFINITY;
@@ -135,7 +135,7 @@ template <typename T, typename Tiles, bool kMods = false> void launch_fwd(const 
 template <typename T, typename Narrow, typename Medium = Narrow, typename Wide = Narrow>
 void launch_best(const AttnParams &p, bool wide) {
     const size_t memory = max_shared_memory();
-    if (p.has_score_mods())
+    if (p.has_score_mods() || p.attention_chunk)
         return sizeof(Medium) <= memory ? launch_fwd<T, Medium, true>(p) : launch_fwd<T, Narrow, true>(p);
     if constexpr (std::is_same_v<T, float>)  // for 16 bits there are faster kernels
         if (wide && sizeof(Wide) <= memory) return launch_fwd<T, Wide>(p);

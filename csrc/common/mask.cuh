@@ -20,14 +20,16 @@ struct BlockRange {
     __device__ bool is_full(int block) const { return block >= full_begin && block < full_end; }
 };
 
-struct Mask {
+// kChunks: with attention_chunk, which takes registers. Kernels without it are told apart in ops/kernels.h.
+template <bool kChunks> struct MaskOf {
     int seqlen_q, seqlen_k;  // valid rows and keys
     int left, right;         // row i sees the keys from i + left to i + right
-    int chunk;               // of its own chunk, if not 0
+    int chunk;               // of its own chunk, if not 0 and kChunks
 
-    __device__ Mask(const Sequence &seq, const AttnParams &p) : Mask(seq.seqlen_q, seq.seqlen_k, p) {}
+    MaskOf() = default;
+    __device__ MaskOf(const Sequence &seq, const AttnParams &p) : MaskOf(seq.seqlen_q, seq.seqlen_k, p) {}
     // left and right are clamped where the mask stays the same, so that no sum below overflows.
-    __device__ Mask(int seqlen_q, int seqlen_k, const AttnParams &p)
+    __device__ MaskOf(int seqlen_q, int seqlen_k, const AttnParams &p)
         : seqlen_q(seqlen_q), seqlen_k(seqlen_k), left(max(seqlen_k - seqlen_q - p.window_left, -seqlen_q)),
           right(min(seqlen_k - seqlen_q + p.window_right, seqlen_k)), chunk(p.attention_chunk) {}
 
@@ -38,7 +40,7 @@ struct Mask {
     // Rows that see a key; none for a key beyond seqlen_k.
     __device__ Range rows(int key) const {
         int begin = key - right, end = key + 1 - left;
-        if (chunk) {
+        if (has_chunks()) {
             const Range keys = chunk_of(key);
             begin = max(begin, keys.begin - (seqlen_k - seqlen_q)), end = min(end, keys.end - (seqlen_k - seqlen_q));
         }
@@ -93,6 +95,7 @@ struct Mask {
     }
 
   private:
+    __device__ bool has_chunks() const { return kChunks && chunk; }
     // The keys of a position's chunk; none before the first key.
     __device__ Range chunk_of(int position) const {
         if (position < 0) return {0, 0};
@@ -100,11 +103,11 @@ struct Mask {
         return {begin, begin + min(chunk, seqlen_k - begin)};
     }
     __device__ int begin_of_row(int row) const {
-        return chunk ? max(row + left, chunk_of(row + seqlen_k - seqlen_q).begin) : row + left;
+        return has_chunks() ? max(row + left, chunk_of(row + seqlen_k - seqlen_q).begin) : row + left;
     }
     __device__ int end_of_row(int row) const {
         const int end = min(seqlen_k, row + 1 + right);
-        return chunk ? min(end, chunk_of(row + seqlen_k - seqlen_q).end) : end;
+        return has_chunks() ? min(end, chunk_of(row + seqlen_k - seqlen_q).end) : end;
     }
     template <int kBlock> __device__ static BlockRange blocks(Range some, Range all, bool is_none) {
         if (is_none || some.is_empty()) return {0, 0, 0, 0};
@@ -112,3 +115,4 @@ struct Mask {
                 (some.end + kBlock - 1) / kBlock};
     }
 };
+using Mask = MaskOf<true>;

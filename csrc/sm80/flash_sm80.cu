@@ -27,13 +27,13 @@ template <int kHeadDim_, int kBlockM_, int kBlockN_> struct Shape {
     static constexpr int kNThreads = 32 * kNWarps;
 };
 
-template <typename Shape> struct SharedMemory {
+template <typename Shape, typename Mask> struct SharedMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];  // O at the end
     uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
     Mask mask;  // the loop has no register for it
 };
 
-// kMods: changed scores, perhaps with dropout. kMax: also the largest score of each row.
+// kMods: changed scores or attention_chunk, perhaps with dropout. kMax: also the largest score of each row.
 template <typename T, typename Shape, bool kDropout, bool kMods, bool kMax = false>
 __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     constexpr int kMTiles = kWarpM / 16, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
     static_assert(kMTiles * 16 == kWarpM && kBlockN % 64 == 0 && kHeadDim % 32 == 0);
     using Swizzle = sm80::Swizzle<kHeadDim>;
-    auto &[sQ, sK, sV, mask] = shared_memory<SharedMemory<Shape>>();
+    using Mask = MaskOf<kMods>;
+    auto &[sQ, sK, sV, mask] = shared_memory<SharedMemory<Shape, Mask>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
 
     const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     const ScoreMods<T, ptx::tanh_approx> mods(p, seq.seqlen_q, seq.seqlen_k, tile.b, tile.h);
     const Dropout dropout(p, tile.b, tile.h);
     const int row0 = tile.block * kBlockM, warp_row = row0 + warp_idx * kWarpM + lane_idx / 4;  // this lane's first row
-    BlockRange blocks = Mask(seq, p).key_blocks<kBlockM, kBlockN>(row0);
+    BlockRange blocks = Mask(seq, p).template key_blocks<kBlockM, kBlockN>(row0);
     if (kMods || !scores.is_raw) blocks.full_end = 0;  // no block is left as it is
 
     const int row = thread_idx() / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
@@ -139,11 +140,12 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
 }
 
 template <typename T, typename Shape, bool kMods = false> void launch_fwd(const AttnParams &p) {
-    static_assert(sizeof(SharedMemory<Shape>) <= 99 << 10);  // the most on sm_86, sm_89 and sm_120
+    constexpr size_t kSharedBytes = sizeof(SharedMemory<Shape, MaskOf<kMods>>);
+    static_assert(kSharedBytes <= 99 << 10);  // the most on sm_86, sm_89 and sm_120
     auto *kernel = p.dropout_seed ? flash_fwd<T, Shape, true, kMods> : flash_fwd<T, Shape, kMods, kMods>;
     if constexpr (kMods)
         if (p.max_logits) kernel = flash_fwd<T, Shape, true, true, true>;
-    launch(kernel, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, p);
+    launch(kernel, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, kSharedBytes, p.stream, p);
 }
 
 // {kHeadDim, kBlockM, kBlockN}. Up to 128 a warp has 32 rows: loads of K and V feed two products. Above, registers hold
@@ -159,7 +161,7 @@ template <typename T, bool kMods> void dispatch(const AttnParams &p) {
 }
 
 template <typename T> void dispatch(const AttnParams &p) {
-    p.has_score_mods() || p.max_logits ? dispatch<T, true>(p) : dispatch<T, false>(p);
+    p.has_score_mods() || p.attention_chunk || p.max_logits ? dispatch<T, true>(p) : dispatch<T, false>(p);
 }
 
 void flash_forward(const AttnParams &p) {

@@ -16,6 +16,7 @@ template <typename T, typename Shape, typename Softmax = Softmax<1>> struct Plai
 // Parts that other kernels replace: sm90/mods/, cache/prefill_sm90.cu.
 struct Plain {
     static constexpr bool kCached = false;  // keys come from a cache
+    static constexpr bool kChunks = false;  // attention_chunk
     using Input = AttnParams;
     template <int kBlockN> using KeyBlocks = sm90::KeyBlocks<kBlockN>;
     template <typename Shape> using WorkItem = sm90::WorkItem<Shape>;
@@ -34,6 +35,7 @@ struct Shape {
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 
     static constexpr bool kCached = Kind::kCached;
+    using Mask = MaskOf<Kind::kChunks>;
     using Input = Kind::Input;
     using KeyBlocks = Kind::template KeyBlocks<kBlockN>;
     using WorkItem = Kind::template WorkItem<Shape>;
@@ -67,7 +69,7 @@ template <typename Shape> struct alignas(16) WorkItem {
     int first_key;                         // that some row sees
     Tile tile;
     Sequence seq;
-    Mask mask;
+    Shape::Mask mask;
     int unused[4];  // with a size of 128 bytes, ptxas spills one number more at head_dim 64
 
     // The walk begins at the last block, which may need a mask.
@@ -157,13 +159,13 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, typ
         if (tile.block * kBlockM >= seq.padded_q) continue;  // its sample is shorter
         if constexpr (Shape::kCached)
             if (!seq.is_served(p)) continue;
-        const Mask &mask = work.mask = Mask(seq, p);
-        const BlockRange all = mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
+        const auto &mask = work.mask = typename Shape::Mask(seq, p);
+        const BlockRange all = mask.template key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
         work.n_block_min = all.begin, work.n_block_max = all.end;
         work.first_key = mask.keys(tile.block * kBlockM).begin;
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++)
-            work.blocks[c] = mask.key_blocks<64, kBlockN>(tile.block * kBlockM + 64 * c);
+            work.blocks[c] = mask.template key_blocks<64, kBlockN>(tile.block * kBlockM + 64 * c);
         work.extend(p);
         mbarrier_arrive(shared.found.full_barrier(item++));
     }

@@ -84,8 +84,8 @@ __device__ void multiply_dq(float (&acc_dq)[Shape::kDqTiles][4],
     warpgroup_commit_batch();
 }
 
-// kMods: changed scores, perhaps with dropout.
-template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsumer {
+// kMods: changed scores, perhaps with dropout. kChunks: attention_chunk.
+template <typename T, typename Shape, bool kDropout, bool kMods, bool kChunks> struct BwdConsumer {
     static constexpr int kBlockM = Shape::kBlockM, kStages = Shape::kStages, kValueStages = Shape::kValueStages;
     static constexpr int kNTiles = kBlockM / 8, kDTiles = Shape::kHeadDim / 8;
     static_assert(!kDropout || kBlockM == 64);
@@ -189,7 +189,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         }
         exponentiate(acc_s[0], shared.lse_log2[stage], p.score_factor, lane_idx);
         if (!block.is_full)
-            Mask(work.seq, p).apply_transposed(acc_s, work.blocks, block.m_block, key(work), row(block));
+            MaskOf<kChunks>(work.seq, p).apply_transposed(acc_s, work.blocks, block.m_block, key(work), row(block));
         if constexpr (!kMods) {
             warpgroup_wait<0>(acc_dp);
         }
@@ -208,7 +208,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
 
     __device__ void clear_keys(uint32_t t) {  // both consumers clear the keys of both
         const BwdWorkItem<Shape> &work = shared.work_of(t);
-        const Range seen = seen_keys<Shape::kBlockN>(p, work, work.tile.block * Shape::kBlockN);
+        const Range seen = seen_keys<Shape::kBlockN, kChunks>(p, work, work.tile.block * Shape::kBlockN);
         if (seen.begin <= 0 && seen.end >= Shape::kBlockN) return;
         shared.keys.consumer_wait(t);
         for (auto &ring : shared.values) ring.consumer_wait(t);
@@ -263,7 +263,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     }
 };
 
-template <typename T, typename Shape, bool kDropout, bool kMods>
+template <typename T, typename Shape, bool kDropout, bool kMods, bool kChunks>
 __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_constant__ BwdParams<Shape> p) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
@@ -277,26 +277,28 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_co
         produce<Shape>(p, shared);
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
-        BwdConsumer<T, Shape, kDropout, kMods>{p, shared, int(warpgroup_idx) - 1}.run();
+        BwdConsumer<T, Shape, kDropout, kMods, kChunks>{p, shared, int(warpgroup_idx) - 1}.run();
     }
 #endif
 }
 
 template <typename T, typename Shape> void launch_kernel(const AttnBackwardParams &p) {
     static_assert(sizeof(BwdSharedMemory<Shape>) <= 227 << 10);
-    auto *kernel = flash_bwd<T, Shape, false, false>;
+    constexpr bool kIsPlain = Shape::kBlockM > 64 || Shape::kHeadDim > 64;  // as with_bwd_shape() chooses
+    auto *kernel = flash_bwd<T, Shape, false, false, !kIsPlain>;
     if constexpr (Shape::kBlockM == 64) {
-        if (p.has_score_mods()) kernel = flash_bwd<T, Shape, true, true>;
-        else if (p.dropout_seed) kernel = flash_bwd<T, Shape, true, false>;
+        if (p.has_score_mods() || (p.dropout_seed && p.attention_chunk)) kernel = flash_bwd<T, Shape, true, true, true>;
+        else if (p.dropout_seed) kernel = flash_bwd<T, Shape, true, false, false>;
+        else if (p.attention_chunk) kernel = flash_bwd<T, Shape, false, false, true>;
     }
     launch_bwd<T, Shape, sizeof(BwdSharedMemory<Shape>)>(p, kernel);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages}. 64 rows leave registers for dropout and changed scores. 80 rows are
+// {kHeadDim, kConsumers, kBlockM, kStages}. 64 rows leave registers for dropout, changed scores and chunks. 80 rows are
 // slower below 2048 rows, or at 2048 under a causal mask (journal). Packed batches of any length have the same tiles: a
 // sample's bits must not depend on it.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
-    const bool is_plain = !p.dropout_seed && !p.has_score_mods();
+    const bool is_plain = !p.dropout_seed && !p.has_score_mods() && !p.attention_chunk;
     if (p.max_head_dim() <= 64)
         return is_plain ? f.template operator()<BwdShape<64, 2, 128, 2>>()
                         : f.template operator()<BwdShape<64, 2, 64, 4>>();

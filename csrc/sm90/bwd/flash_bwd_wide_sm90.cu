@@ -110,8 +110,8 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         const int count = work.count();
         if (count > 0) {
             shared.keys.consumer_wait(0);
-            clear_tiles<64>(seen_keys<64>(p, work, key0()), shared.sK, shared.sV);
-            clear_tiles<64>(seen_keys<64>(p, work, key0() + 64 * (1 - 2 * rank)), shared.sOtherK);
+            clear_tiles<64>(seen_keys<64, true>(p, work, key0()), shared.sK, shared.sV);
+            clear_tiles<64>(seen_keys<64, true>(p, work, key0() + 64 * (1 - 2 * rank)), shared.sOtherK);
             add_row_block<true>(0);
             // Products under way when the loop begins would make ptxas serialize all.
             warpgroup_wait<0>(acc_sum, operand);  // unobserved by the emulator: ptxas alone needs it

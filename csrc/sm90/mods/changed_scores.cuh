@@ -36,10 +36,9 @@ template <typename Shape> struct ChangedWorkItem : WorkItem<Shape> {
     // ALiBi's scores fall on both sides of the diagonal. If all rows see all keys, walks begin there: row_max grows
     // in the first blocks alone.
     __device__ void extend(const ChangedParams &p) {
-        const Mask &mask = Base::mask;
+        const auto &mask = Base::mask;
         const int last_row = tile.block * Shape::kBlockM + Shape::kBlockM - 1;
-        const bool sees_all = last_row < mask.seqlen_q && mask.left <= -mask.seqlen_q &&
-                              mask.right >= mask.seqlen_k && !mask.chunk;
+        const bool sees_all = last_row < mask.seqlen_q && mask.left <= -mask.seqlen_q && mask.right >= mask.seqlen_k;
         first = n_block_max - 1;
         if (p.alibi_slopes && sees_all && n_block_max > 0)
             first = max(0, min(last_row + mask.seqlen_k - mask.seqlen_q, mask.seqlen_k - 1)) / Shape::kBlockN;

@@ -1,7 +1,8 @@
 // The forward pass on Hopper that also writes the largest score of each row, exact up to the rounding of P. The kernel
 // keeps no maximum in most blocks (sm90/plain_scores.cuh), but P has it: score = row_max + log2(P). P is not negative,
 // so its bits are in the order of integers, of which Hopper finds the largest of three in one instruction. That runs
-// between the exponentials, and hides behind them.
+// between the exponentials, and hides behind them. Calls with attention_chunk come here too: without it, masks take
+// fewer instructions.
 #include "sm90/flash_sm90.cuh"
 
 namespace sm90 {
@@ -42,11 +43,12 @@ template <typename T, typename Shape> struct MaxScores : PlainScores<T, Shape, M
     __device__ void end_tile(const WorkItem &work, int row) {
         float row_max[2];
         for (int i = 0; i < 2; i++) row_max[i] = softmax.row_max[i] + log2f(__int_as_float(softmax.max_p[i]));
-        store_max_logits(p, row_max, work.seq, work.tile.b, work.tile.h, row);
+        if (p.max_logits) store_max_logits(p, row_max, work.seq, work.tile.b, work.tile.h, row);
     }
 };
 
 struct WithMaxLogits : Plain {
+    static constexpr bool kChunks = true;
     template <typename T, typename Shape> using ScorePolicy = MaxScores<T, Shape>;
 };
 
