@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checks import sum_dtype
 from .calls import length
-from .layout import reduce_scatter
+from .layout import reduce_scatter_single
 
 MAX_SUM_BYTES = 128 << 20  # of gradients in peer memory, which is kept
 FIRST_TAG = 1 << 20  # of messages, far from the tags of a caller
@@ -158,7 +158,8 @@ def sum_by_messages(gradients, k, v, shards, parts):
     for part in parts:
         write_part(torch.Tensor.add_, by_rank[part.rank, part.rows], part, gradients)
     own = torch.empty_like(by_rank[0])
-    return Sum(own, head_dims, reduce_scatter(own, by_rank.flatten(0, 1), shards.group))
+    work = reduce_scatter_single(own, by_rank.flatten(0, 1), group=shards.group, async_op=True)
+    return Sum(own, head_dims, work)
 
 
 def sum_by_peers(gradients, k, v, shards, parts, most_sent, memory):

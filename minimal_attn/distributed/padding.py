@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .layout import Chunk, Shards, all_gather
+from .layout import Chunk, Shards
 
 TILE = 16  # rows and keys
 
@@ -86,10 +86,7 @@ class DropoutPadding(NamedTuple):
 
     def _gathered(self, rows):
         """An all-gather of n rows (B, Hk, n, D) of each chunk: (all chunks in order, n, B, Hk, D)."""
-        own = torch.stack([part.movedim(2, 0) for part in rows])
-        everything = own.new_empty(self.shards.size * len(rows), *own.shape[1:])
-        all_gather(everything, own, self.shards.group).wait()
-        return self.shards.in_order(everything)
+        return self.shards.all_gather(torch.stack([part.movedim(2, 0) for part in rows]))
 
 
 def dropout_padding(shards, num_rows, documents, has_dropout):
