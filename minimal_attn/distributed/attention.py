@@ -18,7 +18,7 @@ from ..checks import (FP8_DTYPES, NO_WINDOW, autocast, check_choice, check_dropo
                       checked_options, is_transformed, shown)
 from ..options import Options
 from . import all_gather, ring
-from .calls import Attention, Document, Origin, ints, with_origins
+from .calls import Attention, Document, Origin, with_origins
 from .layout import check_seqlen, shards_of, spans_nodes
 from .padding import dropout_padding
 from .ulysses import ulysses_attention
@@ -165,12 +165,8 @@ def shared_seed(seed, shards):
 def lengths_of_whole(cu_seqlens, seqlen, q):
     """flash_attention's arguments for lengths, when it has the whole sequence."""
     if cu_seqlens is not None:
-        is_there = cu_seqlens.device == q.device  # then nobody waits for the GPU again
-        bounds = cu_seqlens.contiguous() if is_there else ints(q.device, cu_seqlens.tolist())[0]
-        return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-    if seqlen is None:
-        return {}
-    used, = ints(q.device, [seqlen] * q.shape[0])
+        return dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens.to(q.device, non_blocking=True).contiguous())
+    used = None if seqlen is None else torch.full(q.shape[:1], seqlen, dtype=torch.int32, device=q.device)
     return {"seqused_q": used, "seqused_k": used}
 
 
@@ -181,9 +177,7 @@ def check_shards(q, k, shards):
         raise ValueError(f"q, k and v must be 4D, (B, H, T, D), got {q.ndim} dimensions")
     if q.shape[2] != k.shape[2] or q.numel() == 0:
         raise ValueError(f"q, k and v must have the same number of rows, at least one: {shapes}")
-    if q.shape[2] % shards.chunks_per_rank:
-        raise ValueError("the zigzag layout has two chunks of one length on each rank, so that T is even, got "
-                         f"{q.shape[2]} rows: minimal_attn.distributed.shard pads them")
+    shards.check_rows(q.shape[2])
     check_sizes(q, shards.size * k.shape[2])
 
 

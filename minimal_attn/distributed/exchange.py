@@ -27,25 +27,21 @@ def gathered(k, v, groups, shards, peers):
     fill = (filling_by_peers if peers else filling_by_messages)(k, v, groups, shards, peers)
 
     def begin(number):
-        if number >= len(groups):
-            return None
         heads = groups[number].stop - groups[number].start
         everything = k.new_empty(shards.size * k.shape[2], k.shape[0], heads, k.shape[3] + v.shape[3])
         return everything, fill(number, everything)
 
-    def end(everything, works):
-        for work in works:
-            work.wait()
-        return everything.permute(1, 2, 0, 3).split_with_sizes((k.shape[3], v.shape[3]), -1)
-
-    following = begin(0)
+    begun = map(begin, range(len(groups)))
+    following = next(begun)
     try:
-        for number, heads in enumerate(groups, 1):
-            current, following = following, begin(number)
-            yield heads, *end(*current)
+        for heads in groups:
+            (everything, works), following = following, next(begun, ((), ()))
+            for work in works:
+                work.wait()
+            yield heads, *everything.permute(1, 2, 0, 3).split_with_sizes((k.shape[3], v.shape[3]), -1)
     finally:
-        if following:  # the caller failed; this memory must not be used again while it is written
-            end(*following)
+        for work in following[1]:  # if the caller failed: this memory must not be used again while it is written
+            work.wait()
 
 
 def filling_by_messages(k, v, groups, shards, _):

@@ -78,6 +78,12 @@ class Shards(NamedTuple):
         early, late = x.unflatten(0, (2, self.size, -1))
         return torch.stack((early, late.flip(0)), 1).flatten(0, 2)
 
+    def check_rows(self, num_rows):
+        """ValueError unless a rank can have num_rows rows."""
+        if num_rows % self.chunks_per_rank:
+            raise ValueError("the zigzag layout has two chunks of one length on each rank, so that T is even, got "
+                             f"{num_rows} rows: minimal_attn.distributed.shard pads them")
+
     def all_gather(self, x):
         """The rows of all ranks (P·T, ...) in the order of the sequence, from the x (T, ...) of each."""
         everything = x.new_empty(self.size * x.shape[0], *x.shape[1:])
@@ -150,9 +156,7 @@ def unshard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, l
                                   "from the rows of each rank")
     rows = x.movedim(dim, 0).contiguous()
     seqlen = check_seqlen(seqlen, shards.size * rows.shape[0])
-    if shards.chunks_per_rank == 2 and rows.shape[0] % 2:
-        raise ValueError(f"the zigzag layout has two chunks of one length on each rank, got {rows.shape[0]} rows: "
-                         "shard pads them")
+    shards.check_rows(rows.shape[0])
     return shards.all_gather(rows)[:seqlen].movedim(0, dim)
 
 
