@@ -105,10 +105,10 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
     if is_transformed():
         raise NotImplementedError("context parallelism does not support the transforms of torch.func")
     left, right = needed_window(options.window, documents)
-    options = options._replace(window_left=left, window_right=right, dropout_p=dropout_p, alibi_slopes=slopes)
-    method = check_method(method, q, k, v, shards, slopes, options.window)
+    method = check_method(method, q, k, v, shards, slopes, (left, right))
     seed = shared_seed(check_dropout_seed(dropout_seed, q, None), shards) if dropout_p else None
-    options = options._replace(dropout_seed=seed)
+    options = options._replace(window_left=left, window_right=right, dropout_p=dropout_p, dropout_seed=seed,
+                               alibi_slopes=slopes)
     if method == "ulysses" or shards.size == 1:
         each = q.shape[1] // shards.size
         heads = slice(shards.rank * each, (shards.rank + 1) * each)  # of q, which this rank computes

@@ -183,10 +183,9 @@ def length(run):
 @functools.lru_cache(maxsize=128)
 def calls_of(row_chunks, key_chunks, documents, window, has_dropout, batch_size, num_rows, num_keys, share_keys,
              long=LONG):
-    """The Calls of pieces_of(row_chunks, ...) of q (num_rows) and k (num_keys): as few as possible, but a piece of
-    `long` rows, or of several samples, has one of its own. The longest come first: short ones fill a GPU at the end.
-    Pieces of a call have no row in common, and without share_keys no key, since kernels add up gradients within one
-    sample alone."""
+    """The Calls of q (num_rows) and k (num_keys): as few as possible, but a Piece of `long` rows or of several samples
+    has one of its own. The longest come first: short ones fill a GPU at the end. Pieces of a Call have no row in
+    common, and without share_keys no key, since kernels add up gradients within one sample alone."""
     groups = {}  # window: lists of pieces
     for piece in pieces_of(row_chunks, key_chunks, documents, window, has_dropout):
         of_window = groups.setdefault(piece.window, [])

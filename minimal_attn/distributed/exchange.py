@@ -101,8 +101,7 @@ class Part(NamedTuple):
 
 @functools.lru_cache
 def parts_of(key_ranges, shards, num_rows):
-    """The Parts of shards.rank, whose Calls have these (begin, end) of keys. shards.group is None: a cache must not
-    keep a group alive."""
+    """The Parts of shards.rank, whose Calls have these (begin, end) of keys. shards has no group, which this keeps."""
     parts, num_sent = [], 0
     for to in range(shards.size):
         for run in shards.runs(to, num_rows):

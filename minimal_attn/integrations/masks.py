@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
-import weakref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.functional import pad
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
@@ -154,9 +153,8 @@ def _models(base=PreTrainedModel):
 
 @functools.cache
 def _attends_itself(config_class) -> bool:
-    """Whether transformers' models of this config compute their attention themselves. It judges by their source where
-    set_attn_implementation is called, but not when it builds a model. Models from elsewhere are not judged: if they
-    read a Mask, that raises an error."""
+    """Whether transformers' models of this config compute their attention themselves. transformers itself asks only in
+    set_attn_implementation. Models from elsewhere are not judged: if they read a Mask, that raises an error."""
     for base in config_class.__mro__:
         if found := [model._can_set_attn_implementation() for model in _models()
                      if model.config_class is base and model.__module__.startswith("transformers.")]:
@@ -215,7 +213,7 @@ def can_read(x) -> bool:
                 or torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
-_LAST = threading.local()  # what cu_seqlens_of found last
+_FOUND = WeakTensorKeyDictionary()  # {position_ids: (their version, batch_size, what cu_seqlens_of found)}
 
 
 def cu_seqlens_of(position_ids, batch_size) -> Tensor | None:
@@ -225,12 +223,12 @@ def cu_seqlens_of(position_ids, batch_size) -> Tensor | None:
     alone: the others of a forward pass find the result by the same tensor. position_ids must be readable.
     """
     version = None if position_ids.is_inference() else position_ids._version  # inference tensors have no version
-    known = getattr(_LAST, "found", None)
-    if version is not None and known is not None and known[0]() is position_ids and known[1:3] == (version, batch_size):
-        return known[3]
+    known = _FOUND.get(position_ids)
+    if version is not None and known is not None and known[:2] == (version, batch_size):
+        return known[2]
     is_first = (position_ids.diff() <= 0).expand(batch_size, -1)
     found = _cu_seqlens(is_first) if is_first.any() else None
-    _LAST.found = weakref.ref(position_ids), version, batch_size, found
+    _FOUND[position_ids] = version, batch_size, found
     return found
 
 

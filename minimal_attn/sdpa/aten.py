@@ -65,8 +65,7 @@ def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LEN
 
 
 def _checked(q, k, v, scale, window):
-    """(k, v, scale, window) for an op of csrc, whose own checks follow. By "top left" no row sees the keys from Sq on.
-    """
+    """(k, v, scale, window) for an op of csrc, whose checks follow. By "top left" no row sees the keys from Sq on."""
     _leave_if(q.dtype not in HALVES, not q.dtype == k.dtype == v.dtype)
     if window == TOP_LEFT[True]:
         rows, keys = q.shape[2], k.shape[2]
