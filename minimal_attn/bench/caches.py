@@ -8,26 +8,20 @@ number. Each call has a cache of its own, so that no L2 holds what the next one 
 import functools
 import math
 import random
-from dataclasses import dataclass, field
 
 import torch
 
 from .. import attention_with_kvcache, flash_attention, options, reference_attention
 from ..reference.append import _rotated
 from ..toolkit.benchmark import QUANTILES
-from . import impls, measure
+from . import measure
 from .cases import Case
+from .impls import IMPLS, Call
 from .measure import Impl, WrongResult, normal
 
 CACHES = {"cuda": (2, 32), "cpu": (1, 1)}  # at least and at most in a graph, as many as reach CACHE_BYTES together
 CACHE_BYTES = 400_000_000  # well beyond the L2 of any GPU
 WARMUP_MS, REPLAYS = 50, 15  # of the graph. Right after a pause, reads have been seen 12 % slower
-
-
-@dataclass(eq=False)
-class Call(impls.Call):
-    ways: dict = field(default_factory=dict)  # {name: [(function, tensors, keywords), ...]}, the calls of each way
-    words: torch.Tensor | None = None  # int32, as many as the valid keys and values have, for the plain read
 
 
 def ours(q, k, v, call, way, backend):
@@ -49,7 +43,7 @@ def ways(*names):
 
 
 DECODE = {"read": Impl(plain_read, ("cuda",), kinds=("dense", "pages")), **ways(""),
-          **{name: impls.IMPLS[name] for name in ("torch:cudnn", "torch:flash")}}
+          **{name: IMPLS[name] for name in ("torch:cudnn", "torch:flash")}}
 APPEND = ways(":attend", "", ":rotary")
 MIXED = ways("", ":apart", ":dense")
 
@@ -146,14 +140,12 @@ class Decode(Case):
     @functools.cached_property
     def read(self):
         """The numbers of the plain read; {} where there is none."""
-        if self.device not in self.op.impls["read"].devices:
+        if "read" not in self.op.impls or self.device not in self.op.impls["read"].devices:
             return {}
         numbers = measure.numbers_of(self, "read")
         return {key: numbers[key] for key in ("ms", "ms_p20", "ms_p80", "gbps", "us")}
 
     def measured(self, name):
-        if "read" not in self.op.impls:
-            return super().measured(name)
         return (self.read if name == "read" else super().measured(name)) | {"read_gbps": self.read.get("gbps")}
 
 
@@ -188,8 +180,7 @@ class Append(Decode):
 
 
 class Mixed(Decode):
-    """Samples that decode one token each and, last, one that is prefilled, with as many keys as rows. q is packed, and
-    results are as parts_of() has them."""
+    """Samples that decode a token each and, last, a prefill of as many keys as rows. q is packed; out is parts_of()."""
 
     def seqlens_of(self, shape):
         return [shape.seqlen_k] * shape.batch_size + [shape.options["prefill"]]

@@ -134,8 +134,7 @@ def gradients_of(forward, q, k, v, dout):
 
 
 class Case:
-    """One setting of attention, forward or with gradients. truth and tolerance are tuples, or None where even one head
-    in fp64 would not fit."""
+    """One setting of attention. truth and tolerance are tuples, or None where not even one head fits in fp64."""
 
     # {gradients: (op of rows, FLOPs over those of a forward pass)}. A backward pass has five products, as it forms Q Kᵀ
     # again, and a forward pass has two.
@@ -340,7 +339,7 @@ class MatmulShape(NamedTuple):
     n: int
     k: int
 
-    kind = "dense"
+    kind, batch_size, nheads_k = "dense", 1, 1  # as of a Shape
 
     def __str__(self):
         return ",".join(map(str, self))

@@ -2,11 +2,9 @@
 
     torchrun --nproc-per-node 2 -m minimal_attn.bench.context_parallel --json context_parallel.json
 
-Before a method of ours is timed, 64 rows of its out are compared with attention in fp32. A timing has several calls in
-a row, as the layers of a model make them, behind one that lets the host be ahead of the GPUs. The slowest rank counts,
-and the median of timings. Efficiency is the time of the whole on one GPU, by the same kernels, over P times the time on
-P. Without GPUs it runs in a tiny size on CPUs with Gloo, without torch's context_parallel, to be tested. Read next:
-../distributed/attention.py.
+A timing has several calls in a row, as the layers of a model make them. Efficiency is the time of the whole on one GPU,
+by the same kernels, over P times the time on P. Without GPUs it runs in a tiny size on CPUs with Gloo, without torch's
+context_parallel, to be tested. Read next: ../distributed/attention.py.
 """
 
 import argparse

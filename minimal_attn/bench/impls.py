@@ -41,6 +41,8 @@ class Call:
     mask_mod: Callable | None = None  # (b, h, row, col) -> whether the row sees the key, for FlexAttention
     score_mod: Callable | None = None  # (score, b, h, row, col) -> score, for FlexAttention
     attn_mask: torch.Tensor | None = None  # the bias or the mask, with a causal mask in it, for SDPA
+    ways: dict = field(default_factory=dict)  # {way: [(function, tensors, keywords), ...]} of a call to caches
+    words: torch.Tensor | None = None  # int32, as many as the valid keys and values have, for the plain read
 
 
 def flash(q, k, v, call, backend):
@@ -199,9 +201,9 @@ def host_cost(gradients):
     packed, bounds = rows[0], torch.tensor([0, 64], dtype=torch.int32, device="cuda")
     contexts = {f"torch:{name}": functools.partial(sdpa_kernel, getattr(SDPBackend, f"{name.upper()}_ATTENTION"))
                 for name in ("flash", "efficient", "cudnn")}
-    contexts |= {"activated": activated, "cuda:sm80": functools.partial(force_kernel, "sm80")}
-    forwards = {"flash_attention": flash_attention, **dict.fromkeys(
-        ("torch:flash", "torch:efficient", "torch:cudnn", "torch", "activated"), scaled_dot_product_attention)}
+    contexts |= {"torch": nullcontext, "activated": activated}
+    forwards = {"flash_attention": flash_attention, **dict.fromkeys(contexts, scaled_dot_product_attention)}
+    contexts["cuda:sm80"] = functools.partial(force_kernel, "sm80")
     if gradients:
         qkv = [x.requires_grad_() for x in (q, k, v)]
         forwards |= {"cuda:sm80": functools.partial(flash_attention, backend="cuda"),

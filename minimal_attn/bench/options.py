@@ -4,7 +4,6 @@ Read next: __init__.py, the run.
 """
 
 import argparse
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -143,11 +142,6 @@ def parse_args(program, argv, device, description):
         return lambda text: text if Path(text).suffix in suffixes and Path(text).parent.is_dir() else fail(
             f"no {' or '.join(suffixes)} file in an existing directory")
 
-    def picture(text):
-        if not importlib.util.find_spec("matplotlib"):
-            fail("needs matplotlib: pip install 'minimal_attn[bench]'")
-        return file(".png", ".svg")(text)
-
     def shares(text):
         return [float(x) if 0 < float(x) < 1 else fail(f"{x} is not between 0 and 1") for x in text.split(",")]
 
@@ -160,7 +154,7 @@ def parse_args(program, argv, device, description):
     add("--rounds", count, metavar="N", default=1,
         help="time everything N times over and take the median round, to compare settings (default: %(default)s)")
     add("--json", file(".json"), metavar="FILE", help="write all rows")
-    add("--plot", picture, action="append", metavar="FILE", default=[], dest="plots",
+    add("--plot", file(".png", ".svg"), action="append", metavar="FILE", default=[], dest="plots",
         help="draw TFLOP/s, or GB/s of caches; may be repeated")
     add("--trace", file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
     add("--profile", action=argparse.BooleanOptionalAction, default=False, help="also print the profiler's tables")
