@@ -129,8 +129,7 @@ def fp8_base(q, k, v, causal):
 
 
 def gradients_of(forward, q, k, v, dout):
-    qkv = [x.detach().requires_grad_() for x in (q, k, v)]
-    return torch.autograd.grad(forward(*qkv), qkv, dout)
+    return torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
 
 
 class Case:
@@ -299,12 +298,10 @@ class Case:
     def function(self, name):
         """The function of args that runs an implementation."""
         impl = self.op.impls[name]
-        if not self.op.gradients:
-            return impl.forward
-        gradients = self.op.gradients(impl.forward)
+        function = self.op.gradients(impl.forward) if self.op.gradients else impl.forward
         if self.shape.kind == "deterministic" and not impl.backend:
-            return deterministic_torch()(gradients)
-        return forced(impl.kernel, gradients) if impl.kernel else gradients  # a backward pass chooses its kernel anew
+            return deterministic_torch()(function)
+        return forced(impl.kernel, function) if impl.kernel else function
 
     def prepare(self, name):
         """Called before a call that is judged."""

@@ -117,7 +117,6 @@ def torch_varlen(q, k, v, call):
 
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-flash_cuda, flash_triton = (functools.partial(flash, backend=backend) for backend in ("cuda", "triton"))
 
 
 def forced(kernel, function):
@@ -129,8 +128,8 @@ def forced(kernel, function):
     return by_this
 
 
-def by_kernel(kernel, is_here, dtypes=DTYPE_NAMES):
-    return Impl(forced(kernel, flash_cuda), ("cuda",) * is_here, "cuda", dtypes, KINDS, kernel)
+def ours(backend, devices=("cuda", "cpu"), dtypes=DTYPE_NAMES, kernel=None):
+    return Impl(functools.partial(flash, backend=backend), devices, backend, dtypes, KINDS, kernel)
 
 
 def of_torch(backend, devices=("cuda",)):
@@ -140,12 +139,12 @@ def of_torch(backend, devices=("cuda",)):
 
 IMPLS = {
     "manual": Impl(manual),
-    "cuda:simt": by_kernel("simt", True),
-    "cuda:sm80": by_kernel("sm80", CAPABILITY >= (8, 0), HALVES),
-    "cuda:sm90": by_kernel("sm90", CAPABILITY == (9, 0), HALVES),
-    "cuda:dmma": by_kernel("dmma", CAPABILITY == (9, 0), ("float32",)),
-    "cuda:host": Impl(flash_cuda, ("cpu",), "cuda", kinds=KINDS),
-    "triton": Impl(flash_triton, backend="triton", dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES, kinds=KINDS),
+    "cuda:simt": ours("cuda", ("cuda",), kernel="simt"),
+    "cuda:sm80": ours("cuda", ("cuda",) * (CAPABILITY >= (8, 0)), HALVES, "sm80"),
+    "cuda:sm90": ours("cuda", ("cuda",) * (CAPABILITY == (9, 0)), HALVES, "sm90"),
+    "cuda:dmma": ours("cuda", ("cuda",) * (CAPABILITY == (9, 0)), ("float32",), "dmma"),
+    "cuda:host": ours("cuda", ("cpu",)),
+    "triton": ours("triton", dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES),
     "torch:cudnn": of_torch(SDPBackend.CUDNN_ATTENTION),
     "torch:flash": of_torch(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu")),
     "torch:efficient": of_torch(SDPBackend.EFFICIENT_ATTENTION),

@@ -44,7 +44,7 @@ class Impl(NamedTuple):
     backend: str | None = None  # of minimal_attn, if it is ours: where that is available, it has to serve
     dtypes: tuple = DTYPE_NAMES
     kinds: tuple = ("dense",)  # of shapes that it serves
-    kernel: str | None = None  # of csrc, which is forced
+    kernel: str | None = None  # of csrc, which is forced in both passes
 
     def serves(self, setting):
         return setting.dtype in self.dtypes and setting.shape.kind in self.kinds

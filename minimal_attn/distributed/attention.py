@@ -18,7 +18,7 @@ from ..checks import (FP8_DTYPES, NO_WINDOW, autocast, check_choice, check_dropo
                       checked_options, is_transformed, shown)
 from ..options import Options
 from . import all_gather, ring
-from .calls import Attention, Document, Origin, with_origins
+from .calls import Attention, Document, Origin, ints, with_origins
 from .layout import check_seqlen, shards_of, spans_nodes
 from .padding import dropout_padding
 from .ulysses import ulysses_attention
@@ -58,8 +58,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
         method: "all_gather", "ring", "ulysses" or "auto", which takes
             - "ring" if the group spans nodes, or the keys and values of all ranks have more than 8 GiB, unless
               alibi_slopes are given;
-            - else "ulysses" if P divides Hk and H, and P > 1 + H / Hk: it then sends less than an all-gather. Also if
-              alibi_slopes are given without a causal mask, and P divides both;
+            - else "ulysses" if P divides Hk, and P > 1 + H / Hk, where it sends less than an all-gather, or alibi_slopes
+              are given without a causal mask;
             - else "all_gather".
             A node has as many ranks as the environment variable LOCAL_WORLD_SIZE says, which torchrun sets. It must be
             the same on all nodes. Without it, all ranks are taken to be on one node.
@@ -165,7 +165,9 @@ def shared_seed(seed, shards):
 def lengths_of_whole(cu_seqlens, seqlen, q):
     """flash_attention's arguments for lengths, when it has the whole sequence."""
     if cu_seqlens is not None:
-        return dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens.to(q.device, non_blocking=True).contiguous())
+        is_there = cu_seqlens.device == q.device  # then nobody waits for the GPU again
+        bounds = cu_seqlens.contiguous() if is_there else ints(q.device, cu_seqlens.tolist())[0]
+        return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
     used = None if seqlen is None else torch.full(q.shape[:1], seqlen, dtype=torch.int32, device=q.device)
     return {"seqused_q": used, "seqused_k": used}
 
