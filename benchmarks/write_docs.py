@@ -264,7 +264,7 @@ def ladder_bars(name):
         file, full = {"fp32": ("fp32", "float32"), "bf16": ("forward", "bfloat16")}[dtype]
         heading = f"{dtype}: {', '.join(setting.replace('=', ' ').split(',')[:4])}"
         bars.sort(key=lambda bar: bar[1][0][1])
-        panels.append(pictures.Bars(heading, bars, "TFLOP/s", record(file)["meta"]["matmul_tflops"][full], False))
+        panels.append(pictures.Bars(heading, *zip(*bars), "TFLOP/s", record(file)["meta"]["matmul_tflops"][full], False))
     return pictures.figure, [], panels, "Attention forward pass on NVIDIA H200", 1
 
 
@@ -276,7 +276,7 @@ def model_bars(name):
         text = number(row["ms"]) + (f" ({bars[0][1][0][1] / row['ms']:.2f}×)" if bars else "")
         bar = row["impl"], row["ms"], row["attention_ms"] / row["ms"], text
         bars.append((pictures.STYLES[row["impl"]].label, [bar]))
-    bars = [pictures.Bars(heading, bars, "ms (solid: attention kernels)", None, False)
+    bars = [pictures.Bars(heading, *zip(*bars), "ms (solid: attention kernels)", None, False)
             for heading, bars in panels.items()]
     title = "A Llama of {model[num_hidden_layers]} layers, bfloat16, on {device}".format(**content["meta"])
     return pictures.figure, [], bars, title, 2

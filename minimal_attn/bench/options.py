@@ -50,16 +50,14 @@ class Op(NamedTuple):
 
 
 OURS = "cuda:sm90", "cuda:sm80", "cuda:host", "triton"
-SMALL = {"cuda": ["16,12,64,64"], "cpu": ["16,12,64,64"]}
-PAGED = r"(page [1-9]\d*)? ?(drawn)?"
 # B, H, D, Hk and Sk of caches, in the order of their bytes.
 CACHES = ["1,32,1,128,8,1024", "1,32,1,128,8,8192", "8,32,1,128,8,8192", "64,32,1,128,1,8192", "1,32,1,128,8,131072",
           "128,32,1,128,8,1024", "32,32,1,128,8,8192", "64,32,1,128,8,4096", "16,64,1,128,8,32768",
           "16,32,1,128,32,8192"]
 GRADIENTS = {name: impl for name, impl in IMPLS.items() if name != "cuda:dmma"}  # its backward pass is that of simt
 
-ATTENTION = Op("Attention forward pass", SMALL, dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES, seqlens=SEQLENS,
-               has_host_cost=True)
+ATTENTION = Op("Attention forward pass", dict.fromkeys(("cuda", "cpu"), ["16,12,64,64"]), seqlens=SEQLENS,
+               dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES, has_host_cost=True)
 BACKWARD = ATTENTION._replace(title="Attention backward pass", impls=GRADIENTS, dtypes=DTYPE_NAMES,
                               gradients=backward_of, has_host_cost=False)
 VARLEN = Op("Attention of packed batches", {
@@ -74,7 +72,7 @@ DECODING = Op("Attention to caches", {
              "8,32,1,128,8,8192 page 1", "8,32,1,128,8,8192 page 8",
              *(f"8,32,{tokens},128,8,8192" for tokens in (2, 4, 8, 16)), "32,32,1,128,8,8192 drawn"],
     "cpu": ["2,4,1,64,2,64", "2,4,1,64,2,64 page 16", "2,4,3,64,2,64", "2,4,1,64,2,64 page 16 drawn"]},
-    Decode, f"{DENSE}, also with ' page SIZE' or ' drawn' behind it", PAGED, DECODE, dtypes=HALVES,
+    Decode, f"{DENSE}, also with ' page SIZE' or ' drawn' behind it", r"(page [1-9]\d*)? ?(drawn)?", DECODE, dtypes=HALVES,
     default_dtypes="bfloat16", default_causal="yes", baseline="read", rate="gbps", row="decode")
 OPS = {
     "attention": ATTENTION,

@@ -157,21 +157,18 @@ class Lines(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """A chart of bars from top to bottom, in groups that have a name. Part of a bar is solid, and a text beside it."""
+    """A chart of groups of bars from top to bottom. Part of a bar is solid, and a text stands beside it."""
 
     title: str
-    groups: list  # [(name, [(implementation, value, share of it that is solid, text), ...]), ...]
+    names: list  # of the groups
+    groups: list  # [[(implementation, value, share of it that is solid, text), ...], ...]
     label: str
     ceiling: float | None = None
     has_legend: bool = True  # names may say already what computes
 
-    @property
-    def names(self):
-        return [name for name, _ in self.groups]
-
     def draw(self, ax):
         """Draws it, and returns the values that the scale has to show."""
-        for y, (_, group) in enumerate(self.groups):
+        for y, group in enumerate(self.groups):
             height = 0.8 / len(group)
             for i, (impl, value, solid, text) in enumerate(group):
                 style, place = STYLES[impl], y + (i + 0.5) * height - 0.4
@@ -183,7 +180,7 @@ class Bars(NamedTuple):
         ax.set_yticks(range(len(self.groups)), self.names)
         ax.set_ylim(len(self.groups) - 0.5, -0.5)
         ax.set_xlabel(self.label)
-        return [value for _, group in self.groups for _, value, *_ in group]
+        return [value for group in self.groups for _, value, *_ in group]
 
 
 def of_run(rows, meta):
@@ -227,16 +224,17 @@ def chart_of(results, title, ceiling, is_sweep):
     sizes = [words(parts(row) | {"score": ""}) for row in rows]
     plain = {x: of for x, row, of in zip(sizes, rows, results) if row.get("score") == "none"}
     shapes, groups = [parts(row) for row in rows], []
-    for shape, size, of in zip(shapes, sizes, results):
+    names = [words({x: text for x, text in shape.items() if x not in common(shapes)}) for shape in shapes]
+    for size, of in zip(sizes, results):
         group = []
         for impl in impls:
             value = of[impl][rate] or math.nan
             other = (plain.get(size, of)[impl] if plain else of.get(baseline, {})).get(rate) or value
             factor = f" ({value / other:.2f}×)" if other != value else ""
             group.append((impl, value, int(STYLES[impl].is_ours), "" if math.isnan(value) else number(value) + factor))
-        groups.append((words({x: text for x, text in shape.items() if x not in common(shapes)}), group))
+        groups.append(group)
     over = "score none" if plain else baseline and STYLES[baseline].label.partition(" (")[0]
-    return Bars(title, groups, MEASURED[rate] + (f" (× {over})" if over else ""), ceiling)
+    return Bars(title, names, groups, MEASURED[rate] + (f" (× {over})" if over else ""), ceiling)
 
 
 def common(shapes):
@@ -253,7 +251,7 @@ def figure(lines, bars, title, columns=None):
     across = math.ceil(len(lines) / max(1, rows))  # four are two by two
     columns = columns or max(1, len(bars))
     bar_rows = [bars[i:i + columns] for i in range(0, len(bars), columns)]
-    bar_heights = [1.2 + max(sum(0.16 * len(group) + 0.12 for _, group in x.groups) for x in row) for row in bar_rows]
+    bar_heights = [1.2 + max(sum(0.16 * len(group) + 0.12 for group in x.groups) for x in row) for row in bar_rows]
     heights = [4.2 if len(lines) == 1 else 2.7 * rows] * bool(lines) + [sum(bar_heights)] * bool(bars)
     made = Figure(figsize=(max(9, 3.4 * across, 3.2 * columns), sum(heights) + 1), dpi=150, layout="constrained")
     places = iter(made.subfigures(len(heights), height_ratios=heights, squeeze=False).flat)

@@ -155,9 +155,8 @@ class LocalRows(torch.autograd.Function):
 
 def shared_seed(seed, shards):
     """(1,): the seed of the first rank of the group, on all ranks."""
-    seed = seed.reshape(1)
+    seed = seed.reshape(1).clone()  # a caller's seed stays as it is
     if shards.size > 1:
-        seed = seed.clone()  # a caller's seed stays as it is
         dist.broadcast(seed, dist.get_global_rank(shards.group, 0), group=shards.group)
     return seed
 
