@@ -20,7 +20,7 @@ from .tables import console, place, print_table, print_tables
 
 
 def main(argv=None, program="minimal-attn bench"):
-    """Run with the options argv; the exit code: 1 if a result is wrong or one of ours does not serve, 130 after Ctrl-C."""
+    """Run with the options argv. Exit codes: 1 if a result is wrong or one of ours does not serve, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = parse_args(program, argv, device, __doc__.splitlines()[0])

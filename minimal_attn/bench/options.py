@@ -72,8 +72,8 @@ DECODING = Op("Attention to caches", {
              "8,32,1,128,8,8192 page 1", "8,32,1,128,8,8192 page 8",
              *(f"8,32,{tokens},128,8,8192" for tokens in (2, 4, 8, 16)), "32,32,1,128,8,8192 drawn"],
     "cpu": ["2,4,1,64,2,64", "2,4,1,64,2,64 page 16", "2,4,3,64,2,64", "2,4,1,64,2,64 page 16 drawn"]},
-    Decode, f"{DENSE}, also with ' page SIZE' or ' drawn' behind it", r"(page [1-9]\d*)? ?(drawn)?", DECODE, dtypes=HALVES,
-    default_dtypes="bfloat16", default_causal="yes", baseline="read", rate="gbps", row="decode")
+    Decode, f"{DENSE}, also with ' page SIZE' or ' drawn' behind it", r"(page [1-9]\d*)? ?(drawn)?", DECODE,
+    dtypes=HALVES, default_dtypes="bfloat16", default_causal="yes", baseline="read", rate="gbps", row="decode")
 OPS = {
     "attention": ATTENTION,
     "backward": BACKWARD,

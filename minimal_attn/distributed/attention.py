@@ -58,8 +58,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
         method: "all_gather", "ring", "ulysses" or "auto", which takes
             - "ring" if the group spans nodes, or the keys and values of all ranks have more than 8 GiB, unless
               alibi_slopes are given;
-            - else "ulysses" if P divides Hk, and P > 1 + H / Hk, where it sends less than an all-gather, or alibi_slopes
-              are given without a causal mask;
+            - else "ulysses" if P divides Hk, and P > 1 + H / Hk, so that it sends less than "all_gather", or
+              alibi_slopes are given without a causal mask;
             - else "all_gather".
             A node has as many ranks as the environment variable LOCAL_WORLD_SIZE says, which torchrun sets. It must be
             the same on all nodes. Without it, all ranks are taken to be on one node.

@@ -22,8 +22,8 @@ FIRST_TAG = 1 << 20  # of messages, far from the tags of a caller
 
 
 def gathered(k, v, groups, shards, peers):
-    """Yields (heads, k, v) of each group: k (B, heads, P·T, D) and v, in the order of the sequence. The next group is on
-    its way meanwhile."""
+    """Yields (heads, k, v) of each group: k (B, heads, P·T, D) and v, in the order of the sequence. The next group is
+    on its way meanwhile."""
     fill = (filling_by_peers if peers else filling_by_messages)(k, v, groups, shards, peers)
 
     def begin(number):
