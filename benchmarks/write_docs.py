@@ -255,36 +255,41 @@ def loss_curves(name):
 
 
 def ladder_bars(name):
-    peers, panels = [("FlashAttention-2 in torch", "", "sm80.FA2"), ("cuDNN", "", "forward.cuDNN")], {}
+    peers, panels = [("FlashAttention-2 in torch", "", "sm80.FA2"), ("cuDNN", "", "forward.cuDNN")], []
     for dtype, (setting, steps) in LADDER.items():
         bars = []
         for step, _, impl in steps + peers * (dtype == "bf16"):
-            speed, is_ours = tflops(impl, setting), step.endswith(".cu")
-            bars.append((step, IMPLS.get(impl.split(".")[1], "manual"), speed, speed * is_ours, f"{speed:.0f}"))
+            speed, is_ours = tflops(impl, setting), int(step.endswith(".cu"))
+            bars.append((step, [(IMPLS.get(impl.split(".")[1], "manual"), speed, is_ours, f"{speed:.0f}")]))
         file, full = {"fp32": ("fp32", "float32"), "bf16": ("forward", "bfloat16")}[dtype]
         heading = f"{dtype}: {', '.join(setting.replace('=', ' ').split(',')[:4])}"
-        panels[heading] = sorted(bars, key=lambda bar: bar[2]), record(file)["meta"]["matmul_tflops"][full]
-    return pictures.bars, panels, "Attention forward pass on NVIDIA H200", "TFLOP/s", 1
+        bars.sort(key=lambda bar: bar[1][0][1])
+        ceiling = record(file)["meta"]["matmul_tflops"][full]
+        panels.append(pictures.Bars(heading, *zip(*bars), "TFLOP/s", ceiling, False))
+    return pictures.figure, [], panels, "Attention forward pass on NVIDIA H200", 1
 
 
 def model_bars(name):
     """The times of whole models, and solid the part of attention."""
     panels, content = {}, record(name)
     for row in content["rows"]:
-        bars, _ = panels.setdefault(f"{PASSES[row['pass']]}, {row['seqlen']} tokens", ([], None))
-        text = number(row["ms"]) + (f" ({bars[0][2] / row['ms']:.2f}×)" if bars else "")
-        bars.append((pictures.STYLES[row["impl"]].label, row["impl"], row["ms"], row["attention_ms"], text))
+        bars = panels.setdefault(f"{PASSES[row['pass']]}, {row['seqlen']} tokens", [])
+        text = number(row["ms"]) + (f" ({bars[0][1][0][1] / row['ms']:.2f}×)" if bars else "")
+        bar = row["impl"], row["ms"], row["attention_ms"] / row["ms"], text
+        bars.append((pictures.STYLES[row["impl"]].label, [bar]))
+    bars = [pictures.Bars(heading, *zip(*bars), "ms (solid: attention kernels)", None, False)
+            for heading, bars in panels.items()]
     title = "A Llama of {model[num_hidden_layers]} layers, bfloat16, on {device}".format(**content["meta"])
-    return pictures.bars, panels, title, "ms (solid: attention kernels)", 2
+    return pictures.figure, [], bars, title, 2
 
 
 def serving_curves(name):
     curves, meta = {}, record(name)["meta"]
     for row in of("serving,op=generate"):
         curves.setdefault(row["impl"], []).append((row["requests"], row["tokens_per_s"]))
-    panels = {f"prompts of {meta['prompt']} tokens, {meta['new_tokens']} new ones": curves}
-    labels = "requests at once", "tokens per second"
-    return pictures.curves, panels, f"Continuous batching on {meta['device']}", labels
+    heading = f"prompts of {meta['prompt']} tokens, {meta['new_tokens']} new ones"
+    lines = pictures.Lines(heading, curves, ("requests at once", "tokens per second"))
+    return pictures.figure, [lines], [], f"Continuous batching on {meta['device']}"
 
 
 def efficiency_curves(name):
@@ -294,7 +299,8 @@ def efficiency_curves(name):
             heading = f"{row['pass'].replace('_', ' and ')}, {row['nheads_k']} key heads"
             panels.setdefault(heading, {}).setdefault(row["impl"], []).append((row["seqlen_q"], row["efficiency"]))
     title = f"Causal attention on {meta['ranks']} {meta['device']}, {meta['nheads']} heads, D {meta['head_dim']}"
-    return pictures.curves, panels, title, ("tokens", "efficiency")
+    lines = [pictures.Lines(heading, curves, ("tokens", "efficiency")) for heading, curves in panels.items()]
+    return pictures.figure, lines, [], title
 
 
 # What draw() draws into each file.

@@ -20,11 +20,12 @@ from .tables import console, place, print_table, print_tables
 
 
 def main(argv=None, program="minimal-attn bench"):
-    """Run with the options argv; the exit code: 1 if a result is wrong or one of ours fails where it has to serve, 130
-    after Ctrl-C, which leaves what was measured in tables and files."""
+    """Run with the options argv. Exit codes: 1 if a result is wrong or one of ours does not serve, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = parse_args(program, argv, device, __doc__.splitlines()[0])
+    if args.plots:
+        from . import pictures  # noqa: F401  # where matplotlib is missing, say so before anything is measured
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32 for the peers too
     run = Run(args, device, environment(device, program, argv))
     try:
@@ -133,8 +134,6 @@ class Run:
             for file in args.plots:
                 draw(file, *of_run([row for rows in complete.values() for row in rows.values()], self.meta))
             self.files += args.plots
-        elif args.plots:
-            console.print("no picture is written, as no setting has a row of every implementation", soft_wrap=True)
         if self.files:
             console.print(f"wrote {', '.join(self.files)}", soft_wrap=True)
 

@@ -8,25 +8,20 @@ number. Each call has a cache of its own, so that no L2 holds what the next one 
 import functools
 import math
 import random
-from dataclasses import dataclass, field
 
 import torch
 
-from .. import attention_with_kvcache, flash_attention, reference_attention
+from .. import attention_with_kvcache, flash_attention, options, reference_attention
+from ..reference.append import _rotated
 from ..toolkit.benchmark import QUANTILES
-from . import impls, measure
+from . import measure
 from .cases import Case
-from .measure import Impl, WrongResult, normal, truth_fits
+from .impls import IMPLS, Call
+from .measure import Impl, WrongResult, normal
 
 CACHES = {"cuda": (2, 32), "cpu": (1, 1)}  # at least and at most in a graph, as many as reach CACHE_BYTES together
 CACHE_BYTES = 400_000_000  # well beyond the L2 of any GPU
 WARMUP_MS, REPLAYS = 50, 15  # of the graph. Right after a pause, reads have been seen 12 % slower
-
-
-@dataclass(eq=False)
-class Call(impls.Call):
-    ways: dict = field(default_factory=dict)  # {name: [(function, tensors, keywords), ...]}, the calls of each way
-    words: torch.Tensor | None = None  # int32, as many as the valid keys and values have, for the plain read
 
 
 def ours(q, k, v, call, way, backend):
@@ -48,7 +43,7 @@ def ways(*names):
 
 
 DECODE = {"read": Impl(plain_read, ("cuda",), kinds=("dense", "pages")), **ways(""),
-          **{name: impls.IMPLS[name] for name in ("torch:cudnn", "torch:flash")}}
+          **{name: IMPLS[name] for name in ("torch:cudnn", "torch:flash")}}
 APPEND = ways(":attend", "", ":rotary")
 MIXED = ways("", ":apart", ":dense")
 
@@ -121,12 +116,6 @@ class Decode(Case):
 
     base = exact  # by plain torch in the dtype of the inputs, with scores in fp32 as in SDPA's math backend
 
-    @staticmethod
-    def truth_sizes(op, shape):
-        """The keys, repeated for each query head, or the scores where these are more."""
-        of_all = shape.batch_size * shape.nheads * shape.seqlen_k * max(shape.head_dim, shape.seqlen_q)
-        return of_all, of_all // (shape.batch_size * shape.nheads_k)
-
     def results(self, name, out):
         """The read has no result to compare. Raises WrongResult if it has missed a word."""
         if name != "read":
@@ -151,14 +140,12 @@ class Decode(Case):
     @functools.cached_property
     def read(self):
         """The numbers of the plain read; {} where there is none."""
-        if self.device not in self.op.impls["read"].devices:
+        if "read" not in self.op.impls or self.device not in self.op.impls["read"].devices:
             return {}
         numbers = measure.numbers_of(self, "read")
         return {key: numbers[key] for key in ("ms", "ms_p20", "ms_p80", "gbps", "us")}
 
     def measured(self, name):
-        if "read" not in self.op.impls:
-            return super().measured(name)
         return (self.read if name == "read" else super().measured(name)) | {"read_gbps": self.read.get("gbps")}
 
 
@@ -180,32 +167,20 @@ class Append(Decode):
     def ways_of(self, q, k, v, keywords):
         places, before = self.places_of(keywords.get("page_table")), self.seqused_k - 1
         k_new, v_new = (x[places].unsqueeze(2) for x in (k, v))
-        tables = quarter_turns(self.shape.seqlen_k, self.shape.head_dim // 16 * 8, self.device, q.dtype)
-        angles = [x[before.long()] for x in tables]
+        # Cosines and sines (positions, rotary_dim / 2) of multiples of 90°: to rotate back and forth is exact.
+        turns = torch.arange(self.shape.seqlen_k)[:, None] + torch.arange(self.shape.head_dim // 16 * 8)
+        cos, sin = (torch.tensor(values)[turns % 4].to(q) for values in ([1, 0, -1, 0], [0, 1, 0, -1]))
+        back, position = options.Append(rotary_cos=cos, rotary_sin=-sin, rotary_interleaved=False), before[:, None]
         append = keywords | {"seqused_k": before, "k": k_new, "v": v_new}
-        rotary = append | {"k": rotated_back(k_new, *angles), "rotary_cos": tables[0], "rotary_sin": tables[1],
+        rotary = append | {"k": _rotated(k_new, position, back), "rotary_cos": cos, "rotary_sin": sin,
                            "rotary_interleaved": False}
         return {":attend": [(attention_with_kvcache, (q, k, v), keywords)],
                 "": [(attention_with_kvcache, (q, k, v), append)],
-                ":rotary": [(attention_with_kvcache, (rotated_back(q, *angles), k, v), rotary)]}
-
-
-def quarter_turns(positions, num_pairs, device, dtype):
-    """Cosines and sines (positions, num_pairs) of multiples of 90°, so that rotating back and forth is exact."""
-    turns = torch.arange(positions, device=device)[:, None] + torch.arange(num_pairs, device=device)
-    return [torch.tensor(values, device=device, dtype=dtype)[turns % 4] for values in ([1, 0, -1, 0], [0, 1, 0, -1])]
-
-
-def rotated_back(x, cos, sin):
-    """x (B, heads, 1, D), whose columns i and i + rotary_dim / 2 are turned back by the angles (B, rotary_dim / 2)."""
-    a, b, rest = x.split([cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
-    cos, sin = cos[:, None, None], sin[:, None, None]
-    return torch.cat([a * cos + b * sin, b * cos - a * sin, rest], -1)
+                ":rotary": [(attention_with_kvcache, (_rotated(q, position, back), k, v), rotary)]}
 
 
 class Mixed(Decode):
-    """Samples that decode one token each and, last, one that is prefilled, with as many keys as rows. q is packed, and
-    results are as parts_of() has them."""
+    """Samples that decode a token each and, last, a prefill of as many keys as rows. q is packed; out is parts_of()."""
 
     def seqlens_of(self, shape):
         return [shape.seqlen_k] * shape.batch_size + [shape.options["prefill"]]
@@ -240,12 +215,10 @@ class Mixed(Decode):
     base = exact
 
     @staticmethod
-    def truth_sizes(op, shape):
-        """As of decoding for one more sample, or the scores of the prefill where these are more."""
+    def truth_size(op, shape):
+        """All samples count, as one head is judged in all: the keys, or the scores of the prefill if they are more."""
         keys = (shape.batch_size + 1) * shape.seqlen_k * shape.head_dim
-        of_all = shape.nheads * max(keys, shape.options["prefill"]**2)
-        return of_all, of_all // shape.nheads_k
+        return shape.nheads // shape.nheads_k * max(keys, shape.options["prefill"]**2)
 
-    def judged(self, x):
-        """All of x, or, where that does not fit in fp64, one key/value head of all samples."""
-        return x if truth_fits(self.truth_sizes(self.op, self.shape)[0], self.device) else self.one_head(x)
+    def one_head(self, x):
+        return x[:, -(x.shape[1] // self.shape.nheads_k):]

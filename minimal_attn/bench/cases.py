@@ -80,12 +80,6 @@ class Shape(NamedTuple):
         first = self.more.partition(" ")[0]
         return "pages" if self.options.keys() & {"page", "drawn"} else first if first in KINDS else "dense"
 
-    @property
-    def pairs(self):
-        """The pairs of a row and a key, in each head of all samples."""
-        return sum(x * x for x in lengths_of(self.more)) if self.kind == "packed" else \
-            self.batch_size * self.seqlen_q * self.seqlen_k
-
 
 def shape_of(text, form):
     """The shape that a text names, such as "1,16,16384,128 window 512"; ValueError if it names none. form: a regular
@@ -135,13 +129,11 @@ def fp8_base(q, k, v, causal):
 
 
 def gradients_of(forward, q, k, v, dout):
-    qkv = [x.detach().requires_grad_() for x in (q, k, v)]
-    return torch.autograd.grad(forward(*qkv), qkv, dout)
+    return torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
 
 
 class Case:
-    """One setting of attention, forward or with gradients. truth and tolerance are tuples, or None where even one head
-    in fp64 would not fit."""
+    """One setting of attention. truth and tolerance are tuples, or None where not even one head fits in fp64."""
 
     # {gradients: (op of rows, FLOPs over those of a forward pass)}. A backward pass has five products, as it forms Q Kᵀ
     # again, and a forward pass has two.
@@ -237,12 +229,14 @@ class Case:
 
     def pairs(self):
         """The pairs of a row and a key that FLOPs count, in each head."""
+        batch, _, seqlen_q, _, _, seqlen_k, more = self.shape
         if self.shape.kind != "window":
-            return self.shape.pairs / (2 if self.causal else 1)
+            is_packed = self.shape.kind == "packed"
+            pairs = sum(x * x for x in lengths_of(more)) if is_packed else batch * seqlen_q * seqlen_k
+            return pairs / (2 if self.causal else 1)
         left, right = self.window_size
-        diagonals = range(self.shape.seqlen_k - self.shape.seqlen_q, self.shape.seqlen_k)
-        seen = (min(x + right, self.shape.seqlen_k - 1) - max(x - left, 0) + 1 for x in diagonals)
-        return self.shape.batch_size * sum(max(x, 0) for x in seen)
+        seen = (min(x + right, seqlen_k - 1) - max(x - left, 0) + 1 for x in range(seqlen_k - seqlen_q, seqlen_k))
+        return batch * sum(max(x, 0) for x in seen)
 
     # The truth.
 
@@ -280,36 +274,34 @@ class Case:
         return torch.cat([checkpoint(forward, *sample, use_reentrant=False) for sample in samples], 2)
 
     @staticmethod
-    def truth_sizes(op, shape):
-        """Elements in fp64 that the truth needs, and that of one key/value head of one sample: the scores, and what
-        autograd and dropout make of them."""
+    def truth_size(op, shape):
+        """Elements in fp64 that the truth of one key/value head of one sample needs: the keys, repeated for each query
+        head, or the scores where these are more, and what autograd and dropout make of them."""
         copies = 1 if not op.gradients else 4 if shape.kind in ("deterministic", "dropout") else 3
-        of_one = shape.nheads // shape.nheads_k * shape.seqlen_q * shape.seqlen_k
-        return copies * shape.nheads * shape.pairs, copies * of_one
+        return copies * (shape.nheads // shape.nheads_k) * shape.seqlen_k * max(shape.seqlen_q, shape.head_dim)
 
     @classmethod
     def has_truth(cls, op, shape, device):
-        return truth_fits(cls.truth_sizes(op, shape)[1], device)
+        return truth_fits(cls.truth_size(op, shape), device)
 
     def judged(self, x):
         """The part of x (B, H or Hk, S, D) that is compared with the truth: all if that fits in fp64, else the last
         key/value head of the last sample, or the query heads that read it."""
-        return x if truth_fits(self.truth_sizes(self.op, self.shape)[0], self.device) else self.one_head(x[-1:])
+        heads = self.shape.batch_size * self.shape.nheads_k
+        return x if truth_fits(heads * self.truth_size(self.op, self.shape), self.device) else self.one_head(x)
 
     def one_head(self, x):
-        return x[:, -(x.shape[1] // self.shape.nheads_k):]
+        return x[-1:, -(x.shape[1] // self.shape.nheads_k):]
 
     # Functions that are timed.
 
     def function(self, name):
         """The function of args that runs an implementation."""
         impl = self.op.impls[name]
-        if not self.op.gradients:
-            return impl.forward
-        gradients = self.op.gradients(impl.forward)
+        function = self.op.gradients(impl.forward) if self.op.gradients else impl.forward
         if self.shape.kind == "deterministic" and not impl.backend:
-            return deterministic_torch()(gradients)
-        return forced(impl.kernel, gradients) if impl.kernel else gradients  # a backward pass chooses its kernel anew
+            return deterministic_torch()(function)
+        return forced(impl.kernel, function) if impl.kernel else function
 
     def prepare(self, name):
         """Called before a call that is judged."""
@@ -344,7 +336,7 @@ class MatmulShape(NamedTuple):
     n: int
     k: int
 
-    kind = "dense"
+    kind, batch_size, nheads_k = "dense", 1, 1  # as of a Shape
 
     def __str__(self):
         return ",".join(map(str, self))
@@ -367,5 +359,5 @@ class Matmul(Case):
             self.tolerance = (allowed_error(a @ b, *self.truth),)
 
     @staticmethod
-    def truth_sizes(op, shape):
-        return (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n,) * 2
+    def truth_size(op, shape):
+        return shape.m * shape.k + shape.k * shape.n + shape.m * shape.n

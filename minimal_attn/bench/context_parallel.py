@@ -2,11 +2,9 @@
 
     torchrun --nproc-per-node 2 -m minimal_attn.bench.context_parallel --json context_parallel.json
 
-Before a method of ours is timed, 64 rows of its out are compared with attention in fp32. A timing has several calls in
-a row, as the layers of a model make them, behind one that lets the host be ahead of the GPUs. The slowest rank counts,
-and the median of timings. Efficiency is the time of the whole on one GPU, by the same kernels, over P times the time on
-P. Without GPUs it runs in a tiny size on CPUs with Gloo, without torch's context_parallel, to be tested. Read next:
-../distributed/attention.py.
+A timing has several calls in a row, as the layers of a model make them. Efficiency is the time of the whole on one GPU,
+by the same kernels, over P times the time on P. Without GPUs it runs in a tiny size on CPUs with Gloo, without torch's
+context_parallel, to be tested. Read next: ../distributed/attention.py.
 """
 
 import argparse
@@ -14,7 +12,7 @@ import json
 import os
 import statistics
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -27,15 +25,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import activated, flash_attention, reference_attention
 from ..distributed import all_gather as by_all_gather, context_parallel_attention, shard, unshard
 from ..distributed.attention import METHODS
-from ..distributed.layout import all_gather
+from ..distributed.layout import shards_of
 from ..toolkit.benchmark import benchmark_fn
 from ..toolkit.validation import allowed_error
 from .measure import environment, write_json
 
-# (on GPUs, on a CPU)
-SEQLENS = {True: [16384, 65536, 131072], False: [64]}
-HEADS_K = {True: [8, 32], False: [2, 4]}
-HEADS, HEAD_DIM = {True: 32, False: 4}, {True: 128, False: 16}
+# Lengths, numbers of key heads, heads and head_dim.
+SIZES = {"cuda": ([16384, 65536, 131072], [8, 32], 32, 128), "cpu": ([64], [2, 4], 4, 16)}
 PASSES = "forward", "forward_backward"
 IN_A_ROW = 4  # calls
 PEERS = {"torch_cudnn": nullcontext, "torch_ours": activated}  # torch's context_parallel, by which kernels
@@ -57,59 +53,54 @@ def main(argv=None):
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", **{"device_id": device} if on_gpu else {})
-    rows = []
-    for seqlen in args.seqlens or SEQLENS[on_gpu]:
-        for heads_k in HEADS_K[on_gpu]:
-            rows += measure(seqlen, heads_k, device, args.calls)
-    if dist.get_rank() == 0:
+    seqlens, all_heads_k, heads, head_dim = SIZES[device.type]
+    rows = [row for seqlen in args.seqlens or seqlens for heads_k in all_heads_k
+            for row in measure(seqlen, heads_k, device, args.calls)]
+    if dist.get_rank() == 0 and args.json:
         meta = environment(device.type, "torchrun -m minimal_attn.bench.context_parallel", argv)
-        meta |= {"ranks": dist.get_world_size(), "nheads": HEADS[on_gpu], "head_dim": HEAD_DIM[on_gpu], "causal": True,
+        meta |= {"ranks": dist.get_world_size(), "nheads": heads, "head_dim": head_dim, "causal": True,
                  "dtype": "bfloat16"}
-        if args.json:
-            write_json(args.json, meta, rows)
+        write_json(args.json, meta, rows)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measure(seqlen, heads_k, device, calls):
     """The rows of one size: of the communication alone, ours by each method, and torch's where it serves."""
-    on_gpu, heads = device.type == "cuda", HEADS[device.type == "cuda"]
+    _, _, heads, head_dim = SIZES[device.type]
     g = torch.Generator(device).manual_seed(0)
-    shapes = [(1, h, seqlen, HEAD_DIM[on_gpu]) for h in (heads, heads_k, heads_k, heads)]
-    whole = [torch.randn(shape, generator=g, device=device, dtype=torch.bfloat16) for shape in shapes]
-    local = [shard(x, dim=2) for x in whole]
-    rows = []
+    whole = [torch.randn(1, h, seqlen, head_dim, generator=g, device=device, dtype=torch.bfloat16)
+             for h in (heads, heads_k, heads_k, heads)]
+    local, rows = [shard(x, dim=2) for x in whole], []
 
-    def add(impl, ms, one_gpu={}):
-        """Adds rows of {pass: ms}. one_gpu: the same of the whole on one GPU."""
-        for what, x in ms.items():
-            efficiency = round(one_gpu[what] / dist.get_world_size() / x, 4) if one_gpu else None
-            rows.append({"impl": impl, "pass": what, "seqlen_q": seqlen, "nheads_k": heads_k, "ms": x,
+    def add(impl, attend, tensors, one_gpu={}, passes=PASSES):
+        """Adds a row of each pass; {pass: ms}. one_gpu: those of the whole on one GPU."""
+        times = {}
+        for name in passes:
+            times[name] = ms = timed(pass_of(attend, tensors, name), device, calls)
+            efficiency = round(one_gpu[name] / dist.get_world_size() / ms, 4) if one_gpu else None
+            rows.append({"impl": impl, "pass": name, "seqlen_q": seqlen, "nheads_k": heads_k, "ms": ms,
                          "efficiency": efficiency})
             if dist.get_rank() == 0:
                 print(json.dumps(rows[-1]), flush=True)
+        return times
 
-    def add_passes(impl, attend, tensors, one_gpu={}):
-        ms = {what: timed(passes(attend, tensors, what), device, calls) for what in PASSES}
-        add(impl, ms, one_gpu)
-        return ms
-
-    add("all_gather_alone", {"forward": timed(partial(gather, *local[1:3]), device, calls)})
-    one_gpu = add_passes("one_gpu", partial(flash_attention, causal=True), whole)
+    add("all_gather_alone", gather, local[1:], passes=["forward"])
+    one_gpu = add("one_gpu", partial(flash_attention, causal=True), whole)
     for method in METHODS:
         if method == "ulysses" and heads_k % dist.get_world_size():
             continue
         attend = partial(context_parallel_attention, causal=True, method=method)
         judge(unshard(attend(*local[:3]), dim=2), whole[:3])
-        add_passes(method, attend, local, one_gpu)
-        if method == "all_gather":
-            with plain():
-                add_passes("plain_all_gather", attend, local, one_gpu)
-    for impl, kernels in PEERS.items() if on_gpu and heads_k == heads else ():  # its cuDNN has no grouped heads there
+        add(method, attend, local, one_gpu)
+        if method == "all_gather":  # also by NCCL alone, all heads at once, before the kernel begins
+            with mock.patch.multiple(by_all_gather, peers_of=lambda *_: None, NUM_GROUPS=1, MAX_BYTES=1 << 62):
+                add("plain_all_gather", attend, local, one_gpu)
+    for impl, kernels in PEERS.items() if device.type == "cuda" and heads_k == heads else ():  # no grouped heads there
         with kernels(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            torchs_one_gpu = add_passes(f"{impl}_one_gpu", torchs_attention, whole)
+            torchs_one_gpu = add(f"{impl}_one_gpu", torchs_attention, whole)
             with torchs_context_parallel(seqlen, device):
-                add_passes(impl, torchs_attention, local, torchs_one_gpu)
+                add(impl, torchs_attention, local, torchs_one_gpu)
     return rows
 
 
@@ -127,23 +118,15 @@ def torchs_context_parallel(seqlen, device):
     return context_parallel(mesh, buffers=[torch.empty(seqlen, device=device)], buffer_seq_dims=[0])
 
 
-@contextmanager
-def plain():
-    """Lets NCCL gather all heads at once, before the kernel begins."""
-    with mock.patch.multiple(by_all_gather, peers_of=lambda *_: None, NUM_GROUPS=1, MAX_BYTES=1 << 62):
-        yield
-
-
 def gather(k, v):
     """k and v of all ranks, in one piece and not in order: what communication takes at least."""
-    kv = torch.cat((k, v), -1)
-    all_gather(kv.new_empty(dist.get_world_size() * kv.shape[0], *kv.shape[1:]), kv, dist.group.WORLD).wait()
+    shards_of(None, "contiguous").all_gather(torch.cat((k, v), -1))
 
 
-def passes(attend, tensors, what):
+def pass_of(attend, tensors, name):
     """A function of nothing: the forward pass of attend(q, k, v), or both passes."""
     *qkv, dout = tensors
-    if what == "forward":
+    if name == "forward":
         return torch.no_grad()(partial(attend, *qkv))
     inputs = [x.detach().requires_grad_() for x in qkv]
     return lambda: torch.autograd.grad(attend(*inputs), inputs, dout)

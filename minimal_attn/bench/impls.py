@@ -41,6 +41,8 @@ class Call:
     mask_mod: Callable | None = None  # (b, h, row, col) -> whether the row sees the key, for FlexAttention
     score_mod: Callable | None = None  # (score, b, h, row, col) -> score, for FlexAttention
     attn_mask: torch.Tensor | None = None  # the bias or the mask, with a causal mask in it, for SDPA
+    ways: dict = field(default_factory=dict)  # {way: [(function, tensors, keywords), ...]} of a call to caches
+    words: torch.Tensor | None = None  # int32, as many as the valid keys and values have, for the plain read
 
 
 def flash(q, k, v, call, backend):
@@ -115,7 +117,6 @@ def torch_varlen(q, k, v, call):
 
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-flash_cuda, flash_triton = (functools.partial(flash, backend=backend) for backend in ("cuda", "triton"))
 
 
 def forced(kernel, function):
@@ -127,8 +128,8 @@ def forced(kernel, function):
     return by_this
 
 
-def by_kernel(kernel, is_here, dtypes=DTYPE_NAMES):
-    return Impl(forced(kernel, flash_cuda), ("cuda",) * is_here, "cuda", dtypes, KINDS, kernel)
+def ours(backend, devices=("cuda", "cpu"), dtypes=DTYPE_NAMES, kernel=None):
+    return Impl(functools.partial(flash, backend=backend), devices, backend, dtypes, KINDS, kernel)
 
 
 def of_torch(backend, devices=("cuda",)):
@@ -138,12 +139,12 @@ def of_torch(backend, devices=("cuda",)):
 
 IMPLS = {
     "manual": Impl(manual),
-    "cuda:simt": by_kernel("simt", True),
-    "cuda:sm80": by_kernel("sm80", CAPABILITY >= (8, 0), HALVES),
-    "cuda:sm90": by_kernel("sm90", CAPABILITY == (9, 0), HALVES),
-    "cuda:dmma": by_kernel("dmma", CAPABILITY == (9, 0), ("float32",)),
-    "cuda:host": Impl(flash_cuda, ("cpu",), "cuda", kinds=KINDS),
-    "triton": Impl(flash_triton, backend="triton", dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES, kinds=KINDS),
+    "cuda:simt": ours("cuda", ("cuda",), kernel="simt"),
+    "cuda:sm80": ours("cuda", ("cuda",) * (CAPABILITY >= (8, 0)), HALVES, "sm80"),
+    "cuda:sm90": ours("cuda", ("cuda",) * (CAPABILITY == (9, 0)), HALVES, "sm90"),
+    "cuda:dmma": ours("cuda", ("cuda",) * (CAPABILITY == (9, 0)), ("float32",), "dmma"),
+    "cuda:host": ours("cuda", ("cpu",)),
+    "triton": ours("triton", dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES),
     "torch:cudnn": of_torch(SDPBackend.CUDNN_ATTENTION),
     "torch:flash": of_torch(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu")),
     "torch:efficient": of_torch(SDPBackend.EFFICIENT_ATTENTION),
@@ -199,9 +200,9 @@ def host_cost(gradients):
     packed, bounds = rows[0], torch.tensor([0, 64], dtype=torch.int32, device="cuda")
     contexts = {f"torch:{name}": functools.partial(sdpa_kernel, getattr(SDPBackend, f"{name.upper()}_ATTENTION"))
                 for name in ("flash", "efficient", "cudnn")}
-    contexts |= {"activated": activated, "cuda:sm80": functools.partial(force_kernel, "sm80")}
-    forwards = {"flash_attention": flash_attention, **dict.fromkeys(
-        ("torch:flash", "torch:efficient", "torch:cudnn", "torch", "activated"), scaled_dot_product_attention)}
+    contexts |= {"torch": nullcontext, "activated": activated}
+    forwards = {"flash_attention": flash_attention, **dict.fromkeys(contexts, scaled_dot_product_attention)}
+    contexts["cuda:sm80"] = functools.partial(force_kernel, "sm80")
     if gradients:
         qkv = [x.requires_grad_() for x in (q, k, v)]
         forwards |= {"cuda:sm80": functools.partial(flash_attention, backend="cuda"),

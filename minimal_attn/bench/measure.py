@@ -31,8 +31,9 @@ from ..toolkit.gpu import supports_fp8
 
 SECONDS_PER_TIMING = {"cuda": 0.3, "cpu": 0.2}  # A timing repeats its call for about so long.
 
-# The numbers of a row; what could not be measured is null.
-MEASURED = ("ms", "ms_p20", "ms_p80", "tflops", "gbps", "peak_mb", "max_err")
+# The numbers of a row, and how tables call them; what could not be measured is null.
+MEASURED = {"ms": "ms", "ms_p20": "p20", "ms_p80": "p80", "tflops": "TFLOP/s", "gbps": "GB/s", "peak_mb": "peak MB",
+            "max_err": "max err"}
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in KERNEL_DTYPES)
 FP8_DTYPE_NAMES = ("float8_e4m3fn", "float8_e5m2")
 
@@ -43,7 +44,7 @@ class Impl(NamedTuple):
     backend: str | None = None  # of minimal_attn, if it is ours: where that is available, it has to serve
     dtypes: tuple = DTYPE_NAMES
     kinds: tuple = ("dense",)  # of shapes that it serves
-    kernel: str | None = None  # of csrc, which is forced
+    kernel: str | None = None  # of csrc, which is forced in both passes
 
     def serves(self, setting):
         return setting.dtype in self.dtypes and setting.shape.kind in self.kinds
@@ -63,9 +64,8 @@ class WrongResult(Exception):
 
 
 def normal(size, device, dtype):
-    """A normal tensor of a dtype by its name; of fp8 too, which torch.randn does not make."""
-    wanted = getattr(torch, dtype)
-    return torch.randn(size, device=device, dtype=torch.bfloat16 if dtype in FP8_DTYPE_NAMES else wanted).to(wanted)
+    """A normal tensor of a dtype by its name; torch.randn makes none of fp8."""
+    return torch.randn(size, device=device).to(getattr(torch, dtype))
 
 
 def truth_fits(elements, device):
@@ -75,8 +75,7 @@ def truth_fits(elements, device):
 
 
 def judge(case, name):
-    """The errors of one call, as case.truth, or None where there is none; WrongResult if one is larger than the error
-    rule of tests/ allows."""
+    """The errors of one call, as case.truth, or None without one; WrongResult if one is beyond case.tolerance."""
     case.prepare(name)
     out = case.results(name, case.function(name)(*case.args))
     if case.truth is None or not out:

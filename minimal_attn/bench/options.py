@@ -4,7 +4,6 @@ Read next: __init__.py, the run.
 """
 
 import argparse
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +27,7 @@ class Op(NamedTuple):
     case: type = Case
     form: str = DENSE  # of a shape
     more: str = ""  # a regular expression for what stands behind the sizes of a shape, or "packed"
-    impls: dict = IMPLS
+    impls: dict = IMPLS  # of which a run has those that serve a kind of its default shapes
     default_impls: tuple | None = None  # all of impls if None
     dtypes: tuple = DTYPE_NAMES
     default_dtypes: str = "float32"
@@ -51,20 +50,16 @@ class Op(NamedTuple):
 
 
 OURS = "cuda:sm90", "cuda:sm80", "cuda:host", "triton"
-SMALL = {"cuda": ["16,12,64,64"], "cpu": ["16,12,64,64"]}
-PAGED = r"(page [1-9]\d*)? ?(drawn)?"
 # B, H, D, Hk and Sk of caches, in the order of their bytes.
 CACHES = ["1,32,1,128,8,1024", "1,32,1,128,8,8192", "8,32,1,128,8,8192", "64,32,1,128,1,8192", "1,32,1,128,8,131072",
           "128,32,1,128,8,1024", "32,32,1,128,8,8192", "64,32,1,128,8,4096", "16,64,1,128,8,32768",
           "16,32,1,128,32,8192"]
-DENSE_IMPLS = {name: impl for name, impl in IMPLS.items() if name != "torch:varlen"}
 GRADIENTS = {name: impl for name, impl in IMPLS.items() if name != "cuda:dmma"}  # its backward pass is that of simt
 
-ATTENTION = Op("Attention forward pass", SMALL, impls=DENSE_IMPLS, dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES,
-               seqlens=SEQLENS, has_host_cost=True)
-BACKWARD = ATTENTION._replace(
-    title="Attention backward pass", impls={name: impl for name, impl in GRADIENTS.items() if name in DENSE_IMPLS},
-    dtypes=DTYPE_NAMES, gradients=backward_of, has_host_cost=False)
+ATTENTION = Op("Attention forward pass", dict.fromkeys(("cuda", "cpu"), ["16,12,64,64"]), seqlens=SEQLENS,
+               dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES, has_host_cost=True)
+BACKWARD = ATTENTION._replace(title="Attention backward pass", impls=GRADIENTS, dtypes=DTYPE_NAMES,
+                              gradients=backward_of, has_host_cost=False)
 VARLEN = Op("Attention of packed batches", {
     # Packed batches of 16 query heads and 4 key heads, then dense ones of about as many tokens.
     "cuda": ["16 of 64..4096,16,128,4", "32 x 512,16,128,4", "8192 + 64 x 128,16,128,4",
@@ -77,8 +72,8 @@ DECODING = Op("Attention to caches", {
              "8,32,1,128,8,8192 page 1", "8,32,1,128,8,8192 page 8",
              *(f"8,32,{tokens},128,8,8192" for tokens in (2, 4, 8, 16)), "32,32,1,128,8,8192 drawn"],
     "cpu": ["2,4,1,64,2,64", "2,4,1,64,2,64 page 16", "2,4,3,64,2,64", "2,4,1,64,2,64 page 16 drawn"]},
-    Decode, f"{DENSE}, also with ' page SIZE' or ' drawn' behind it", PAGED, DECODE, dtypes=HALVES,
-    default_dtypes="bfloat16", default_causal="yes", baseline="read", rate="gbps", row="decode")
+    Decode, f"{DENSE}, also with ' page SIZE' or ' drawn' behind it", r"(page [1-9]\d*)? ?(drawn)?", DECODE,
+    dtypes=HALVES, default_dtypes="bfloat16", default_causal="yes", baseline="read", rate="gbps", row="decode")
 OPS = {
     "attention": ATTENTION,
     "backward": BACKWARD,
@@ -91,14 +86,14 @@ OPS = {
         "cuda": ["1,16,16384,128,4,16384 window 512", "1,16,16384,128,4,16384 window 4096", "1,16,16384,128,4,16384",
                  "1,16,16384,128,4,16384 sinks", "8,16,2048,128,4,2048", "8,16,2048,128,4,2048 sinks"],
         "cpu": ["2,4,64,64,2,64 window 16", "2,4,64,64,2,64", "2,4,64,64,2,64 sinks"]},
-        form=f"{DENSE}, also with ' window LEFT' or ' sinks' behind it", more=r"(window \d+|sinks)?", impls=DENSE_IMPLS,
+        form=f"{DENSE}, also with ' window LEFT' or ' sinks' behind it", more=r"(window \d+|sinks)?",
         baseline="flex", default_impls=(*OURS, "torch:cudnn", "torch:flash", "flex"), default_dtypes="bfloat16",
         default_causal="yes"),  # FlexAttention is tuned for most of a minute for each window
     "scores": Op("Attention with softcap, ALiBi, biases and masks", {
         "cuda": [f"2,16,8192,128 {score}" for score in SCORES], "cpu": [f"2,4,32,16,2,32 {score}" for score in SCORES]},
         form=f"{DENSE}, also with ' softcap', ' alibi', ' bias' or ' mask' behind it", more=f"({'|'.join(SCORES)})?",
-        impls=DENSE_IMPLS, default_impls=(*OURS, "torch:cudnn", "torch:flash", "torch:efficient", "flex"),
-        default_dtypes="bfloat16", baseline="flex", row="scores"),
+        default_impls=(*OURS, "torch:cudnn", "torch:flash", "torch:efficient", "flex"), default_dtypes="bfloat16",
+        baseline="flex", row="scores"),
     "decode": DECODING,
     "append": DECODING._replace(title="Appending to caches", shapes={
         "cuda": [size + page for size in (CACHES[1], CACHES[6], CACHES[5]) for page in ("", " page 16")],
@@ -122,7 +117,8 @@ def parse_args(program, argv, device, description):
     ops = argparse.ArgumentParser(prog=program, description=description, add_help=False, allow_abbrev=False)
     ops.add_argument("--op", choices=OPS, default="attention", help="what is computed (default: %(default)s)")
     op = OPS[ops.parse_known_args(argv)[0].op]  # the other options depend on it
-    impls = [name for name, impl in op.impls.items() if device in impl.devices]
+    kinds = {op.shape_of(text).kind for text in op.shapes[device]}
+    impls = [name for name, impl in op.impls.items() if device in impl.devices and kinds & {*impl.kinds}]
     default_impls = [name for name in op.default_impls or impls if name in impls]
     parser = argparse.ArgumentParser(prog=program, description=description, parents=[ops])
 
@@ -143,11 +139,6 @@ def parse_args(program, argv, device, description):
         return lambda text: text if Path(text).suffix in suffixes and Path(text).parent.is_dir() else fail(
             f"no {' or '.join(suffixes)} file in an existing directory")
 
-    def picture(text):
-        if not importlib.util.find_spec("matplotlib"):
-            fail("needs matplotlib: pip install 'minimal_attn[bench]'")
-        return file(".png", ".svg")(text)
-
     def shares(text):
         return [float(x) if 0 < float(x) < 1 else fail(f"{x} is not between 0 and 1") for x in text.split(",")]
 
@@ -160,7 +151,7 @@ def parse_args(program, argv, device, description):
     add("--rounds", count, metavar="N", default=1,
         help="time everything N times over and take the median round, to compare settings (default: %(default)s)")
     add("--json", file(".json"), metavar="FILE", help="write all rows")
-    add("--plot", picture, action="append", metavar="FILE", default=[], dest="plots",
+    add("--plot", file(".png", ".svg"), action="append", metavar="FILE", default=[], dest="plots",
         help="draw TFLOP/s, or GB/s of caches; may be repeated")
     add("--trace", file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
     add("--profile", action=argparse.BooleanOptionalAction, default=False, help="also print the profiler's tables")

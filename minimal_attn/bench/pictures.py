@@ -1,8 +1,8 @@
 """Pictures of rates and times. draw() puts into each a digest of what it was drawn from.
 
-rates() shows the rows of a run, as its JSON has them. Shapes that differ in their length alone are lines over S, or
-points over the bytes of a cache. All others are bars. Ours have thick lines, filled markers and solid bars, the others
-thin lines, hollow markers and light bars. The colors are those of Okabe and Ito (jfly.uni-koeln.de/color), completed by
+rates() shows the rows of a run, as its JSON has them. Shapes that differ in their length alone are Lines, all others
+Bars. figure() draws these. Ours have thick lines, filled markers and solid bars, the others thin lines, hollow markers
+and light bars. The colors are those of Okabe and Ito (jfly.uni-koeln.de/color), completed by
 the "muted" ones of Paul Tol (personal.sron.nl/~pault): readers with any color vision can tell them apart.
 """
 
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from .measure import MEASURED
 from .options import OPS
-from .tables import RATES, number, place
+from .tables import number, place
 
 
 class Style(NamedTuple):
@@ -51,26 +51,17 @@ STYLES = {name: Style(f"{label} (ours)", color, marker, True) for name, label, c
     ("minimal_attn", "minimal_attn", VERMILLION, "*"), ("activated", "sdpa after activate()", ORANGE, "*"),
     ("all_gather", "all-gather", VERMILLION, "X"), ("plain_all_gather", "all-gather by NCCL", ORANGE, "X"),
     ("ring", "ring", PURPLE, "X"), ("ulysses", "Ulysses", BLUE, "X"))}
-STYLES |= {
-    "torch_ours": Style("context_parallel (torch) with our kernels", GREEN, "P"),
-    "torch_cudnn": Style("context_parallel (torch) with cuDNN", BLACK, "P"),
-    "torch:cudnn": Style("cuDNN (torch)", BLACK, "o"),
-    "flash_attn_interface": Style("FlashAttention-3", MAGENTA, "P"),
-    "flash_attn": Style("FlashAttention-2 (flash_attn)", TEAL, "<"),
-    "torch:flash": Style("FlashAttention-2 (torch)", GREEN, "^"),
-    "torch:varlen": Style("varlen_attn (torch)", INDIGO, "X"),
-    "flex": Style("FlexAttention (torch)", SKY, "D"),
-    "torch:efficient": Style("memory-efficient (torch)", OLIVE, "v"),
-    "torch:math": Style("math (torch)", INDIGO, ">"),
-    "manual": Style("plain PyTorch (manual)", GRAY, "s"),
-    "read": Style("plain read", GRAY, ""),  # the ceiling of caches: a line
-    "cublas": Style("cuBLAS (torch)", BLACK, "s"),
-    "torch": Style("torch", BLACK, "d"),
-    "sdpa": Style("sdpa as it comes", BLACK, "*"),  # of transformers
-    "reference": Style("reference", GRAY, "d"),
-}
+STYLES |= {name: Style(*style) for name, *style in (
+    ("torch_ours", "context_parallel (torch) with our kernels", GREEN, "P"),
+    ("torch_cudnn", "context_parallel (torch) with cuDNN", BLACK, "P"), ("torch:cudnn", "cuDNN (torch)", BLACK, "o"),
+    ("flash_attn_interface", "FlashAttention-3", MAGENTA, "P"),
+    ("flash_attn", "FlashAttention-2 (flash_attn)", TEAL, "<"), ("torch:flash", "FlashAttention-2 (torch)", GREEN, "^"),
+    ("torch:varlen", "varlen_attn (torch)", INDIGO, "X"), ("flex", "FlexAttention (torch)", SKY, "D"),
+    ("torch:efficient", "memory-efficient (torch)", OLIVE, "v"), ("torch:math", "math (torch)", INDIGO, ">"),
+    ("manual", "plain PyTorch (manual)", GRAY, "s"), ("read", "plain read", GRAY, ""),
+    ("cublas", "cuBLAS (torch)", BLACK, "s"), ("torch", "torch", BLACK, "d"),
+    ("sdpa", "sdpa as it comes", BLACK, "*"), ("reference", "reference", GRAY, "d"))}
 MATMUL = Style("large matmul (torch)", DARK_GRAY, "")  # the ceiling: a dashed line
-BESIDE = {"padding": 3, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # texts beside bars
 # Speed-ups are over the first of these.
 BASELINES = "read", "manual", "cublas", "torch", "torch:varlen", "torch:cudnn", "torch:flash"
 
@@ -124,9 +115,9 @@ def words(sizes):
 
 
 def x_of(row):
-    """Where a row is on the axis of a sweep: S, or the bytes of the keys and values of a cache."""
+    """Where a row is on the axis of a sweep: S, or the MB of the keys and values of a cache."""
     if "page_size" in row:
-        return 4 * row["batch_size"] * row["nheads_k"] * row["head_dim"] * row["seqlen_k"]
+        return 4e-6 * row["batch_size"] * row["nheads_k"] * row["head_dim"] * row["seqlen_k"]
     return row["seqlen_q"]
 
 
@@ -143,48 +134,66 @@ def sweeps(row):
     return [(f"head_dim {row['head_dim']}", x) for x in fixed]
 
 
-class Panel(NamedTuple):
+class Lines(NamedTuple):
+    """A chart of lines over S, or over the bytes of a cache: there only the plain read is a line, and others points."""
+
     title: str
-    is_sweep: bool  # lines over S, or points over bytes
-    results: list  # {impl: row} of each setting
+    lines: dict  # {implementation: [(x, y), ...]}
+    labels: tuple  # of x and y
+    ceiling: float | None = None  # TFLOP/s of a matmul
 
-    @property
-    def impls(self):
-        """Those that have a number, in the order of STYLES."""
-        return [impl for impl in STYLES if any(rows[impl]["ms"] for rows in self.results if impl in rows)]
+    def draw(self, ax):
+        """Draws it, and returns the values that the scale has to show."""
+        for impl, points in self.lines.items():
+            is_line = impl == "read" or "read" not in self.lines
+            ax.plot(*zip(*sorted(points)), linestyle="-" if is_line else "", **STYLES[impl].line())
+        ticks = sorted({x for points in self.lines.values() for x, _ in points})
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(ticks, [f"{x >> 10}k" if x % 1024 == 0 else f"{x:.{3 if x < 1000 else 4}g}" for x in ticks])
+        ax.set_xlabel(self.labels[0])
+        if ax.get_subplotspec().is_first_col():
+            ax.set_ylabel(self.labels[1])
+        return [y for points in self.lines.values() for _, y in points]
 
-    @property
-    def rows(self):
-        """A row of each setting."""
-        return [next(iter(rows.values())) for rows in self.results]
 
-    @property
-    def rate(self):
-        return "gbps" if "page_size" in self.rows[0] else "tflops"
+class Bars(NamedTuple):
+    """A chart of groups of bars from top to bottom. Part of a bar is solid, and a text stands beside it."""
 
-    @property
-    def shapes(self):
-        """Each in words, without what all share."""
-        shapes = [parts(row) for row in self.rows]
-        return [words({x: size for x, size in shape.items() if x not in common(shapes)}) for shape in shapes]
+    title: str
+    names: list  # of the groups
+    groups: list  # [[(implementation, value, share of it that is solid, text), ...], ...]
+    label: str
+    ceiling: float | None = None
+    has_legend: bool = True  # names may say already what computes
 
-    def values(self, impl):
-        """The rate in each setting, NaN where there is none."""
-        return [rows[impl][self.rate] or math.nan for rows in self.results]
+    def draw(self, ax):
+        """Draws it, and returns the values that the scale has to show."""
+        for y, group in enumerate(self.groups):
+            height = 0.8 / len(group)
+            for i, (impl, value, solid, text) in enumerate(group):
+                style, place = STYLES[impl], y + (i + 0.5) * height - 0.4
+                bar = ax.barh(place, value, height, edgecolor=style.color, label=style.label if self.has_legend else "",
+                              facecolor=style.color if solid == 1 else (style.color, 0.2))
+                ax.barh(place, solid * value, height, color=style.color)
+                ax.bar_label(bar, [text], fontsize=8, padding=3,
+                             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        ax.set_yticks(range(len(self.groups)), self.names)
+        ax.set_ylim(len(self.groups) - 0.5, -0.5)
+        ax.set_xlabel(self.label)
+        return [value for group in self.groups for _, value, *_ in group]
 
 
 def of_run(rows, meta):
-    """The arguments of draw() for the rows of a run: what makes the figure, the rows, a title and {dtype: TFLOP/s of a
-    matmul}."""
+    """The arguments of draw() for the rows of a run: rates, the rows, a title and {dtype: TFLOP/s of a matmul}."""
     op = {"forward": "attention", "sinks": "window"}.get(rows[0]["op"], rows[0]["op"])
     title = f"{OPS[op].title} {place(meta, {row['dtype'] for row in rows})}"
     return rates, rows, title, meta.get("matmul_tflops", {})
 
 
-def panels_of(rows):
-    """A Panel of lines for each sweep over S, dtype and mask, then one of bars for each other dtype and mask. A sweep
-    has three lengths at least."""
-    lengths, found, panels = {}, {}, []
+def rates(rows, title, ceilings):
+    """The figure of a run: Lines for each sweep over S, dtype and mask, and Bars for each other dtype and mask. A sweep
+    has three lengths at least. ceilings: {dtype: TFLOP/s of a matmul}."""
+    lengths, found, lines, bars = {}, {}, [], []
     for row in rows:
         for sweep in sweeps(row):
             lengths.setdefault(sweep, set()).add(x_of(row))
@@ -194,11 +203,38 @@ def panels_of(rows):
         panel = found.setdefault((sweep, row["dtype"], row.get("causal", False)), {})
         panel.setdefault(str(setting), {})[row["impl"]] = row
     for (sweep, dtype, causal), settings in found.items():
-        part = list(settings.values())
-        head_dim, shared = sweep or (None, words(common([parts(next(iter(rows.values()))) for rows in part])))
-        title = ", ".join(filter(None, [head_dim, dtype, "causal" * causal]))
-        panels.append(Panel(f"{title}\n{shared}".rstrip(), sweep is not None, part))
-    return sorted(panels, key=lambda panel: not panel.is_sweep)
+        results = list(settings.values())
+        head_dim, shared = sweep or (None, words(common([parts(next(iter(rows.values()))) for rows in results])))
+        heading = ", ".join(filter(None, [head_dim, dtype, "causal" * causal])) + f"\n{shared}".rstrip()
+        (lines if sweep else bars).append(chart_of(results, heading, ceilings.get(dtype), sweep is not None))
+    return figure(lines, bars, title)
+
+
+def chart_of(results, title, ceiling, is_sweep):
+    """Lines or Bars of results, {impl: row} of each setting. Beside a bar stand its rate and its speed over that of the
+    baseline, or of the same implementation without a score."""
+    rows = [next(iter(of.values())) for of in results]
+    impls = [impl for impl in STYLES if any(of[impl]["ms"] for of in results if impl in of)]
+    rate = "gbps" if "page_size" in rows[0] else "tflops"
+    if is_sweep:
+        lines = {impl: [(x_of(row), of[impl][rate] or math.nan) for row, of in zip(rows, results)] for impl in impls}
+        x_label = "MB of keys and values" if rate == "gbps" else "sequence length S"
+        return Lines(title, lines, (x_label, MEASURED[rate]), ceiling)
+    baseline = next((impl for impl in BASELINES if impl in impls), None)
+    sizes = [words(parts(row) | {"score": ""}) for row in rows]
+    plain = {x: of for x, row, of in zip(sizes, rows, results) if row.get("score") == "none"}
+    shapes, groups = [parts(row) for row in rows], []
+    names = [words({x: text for x, text in shape.items() if x not in common(shapes)}) for shape in shapes]
+    for size, of in zip(sizes, results):
+        group = []
+        for impl in impls:
+            value = of[impl][rate] or math.nan
+            other = (plain.get(size, of)[impl] if plain else of.get(baseline, {})).get(rate) or value
+            factor = f" ({value / other:.2f}×)" if other != value else ""
+            group.append((impl, value, int(STYLES[impl].is_ours), "" if math.isnan(value) else number(value) + factor))
+        groups.append(group)
+    over = "score none" if plain else baseline and STYLES[baseline].label.partition(" (")[0]
+    return Bars(title, names, groups, MEASURED[rate] + (f" (× {over})" if over else ""), ceiling)
 
 
 def common(shapes):
@@ -207,149 +243,51 @@ def common(shapes):
     return {x: size for x, size in shapes[0].items() if not is_alone and all(y.get(x) == size for y in shapes)}
 
 
-def rates(rows, title, ceilings):
-    """Every panel of a run. ceilings: {dtype: TFLOP/s of a matmul}."""
-    panels = panels_of(rows)
-    lines, bars = ([panel for panel in panels if panel.is_sweep == kind] for kind in (True, False))
+# Any charts.
+
+def figure(lines, bars, title, columns=None):
+    """Lines on one scale, and below them Bars, on one scale if they are in one row. There is one legend for all."""
     rows = math.ceil(len(lines) / 3)
-    columns = math.ceil(len(lines) / max(1, rows))  # four are two by two
-    heights = [4.2 if len(lines) == 1 else 2.7 * rows] * bool(lines)
-    heights += [max(1.2 + len(x.results) * (0.16 * len(x.impls) + 0.12) for x in bars)] if bars else []
-    figure = Figure(figsize=(max(9, 3.4 * columns, 3.2 * len(bars)), sum(heights) + 1), dpi=150, layout="constrained")
-    places = iter(figure.subfigures(len(heights), height_ratios=heights, squeeze=False).flat)
+    across = math.ceil(len(lines) / max(1, rows))  # four are two by two
+    columns = columns or max(1, len(bars))
+    bar_rows = [bars[i:i + columns] for i in range(0, len(bars), columns)]
+    bar_heights = [1.2 + max(sum(0.16 * len(group) + 0.12 for group in x.groups) for x in row) for row in bar_rows]
+    heights = [4.2 if len(lines) == 1 else 2.7 * rows] * bool(lines) + [sum(bar_heights)] * bool(bars)
+    made = Figure(figsize=(max(9, 3.4 * across, 3.2 * columns), sum(heights) + 1), dpi=150, layout="constrained")
+    places = iter(made.subfigures(len(heights), height_ratios=heights, squeeze=False).flat)
     if lines:
-        draw_all(next(places).subplots(rows, columns, sharey=True, squeeze=False), lines, ceilings)
+        draw_all(next(places).subplots(rows, across, sharey=True, squeeze=False).flat, lines, "y", 1.08)
     if bars:
-        same_shapes = all(x.shapes == bars[0].shapes for x in bars)
-        draw_all(next(places).subplots(1, len(bars), sharex=True, sharey=same_shapes, squeeze=False), bars, ceilings)
-    return finished(figure, title)
+        same_names = all(x.names == row[0].names for row in bar_rows for x in row)
+        axes = next(places).subplots(len(bar_rows), columns, sharex=len(bar_rows) == 1, squeeze=False,
+                                     sharey="row" if same_names else False, height_ratios=bar_heights).flat
+        for some, panels in [(axes, bars)] if len(bar_rows) == 1 else [([ax], [x]) for ax, x in zip(axes, bars)]:
+            draw_all(some, panels, "x", 1.3)
+    handles = {label: handle for ax in reversed(made.axes) for handle, label in zip(*ax.get_legend_handles_labels())}
+    labels = [style.label for style in (*STYLES.values(), MATMUL) if style.label in handles]
+    inches = 0.6 + 0.075 * max(map(len, labels), default=0)
+    made.legend([handles[label] for label in labels], labels, loc="outside lower center", frameon=False,
+                ncols=max(1, int(made.get_figwidth() / inches)))
+    made.suptitle(title)
+    return made
 
 
-def draw_all(axes, panels, ceilings):
-    """Panels of one kind on one scale. Axes beyond their number are removed."""
-    axes, is_sweep = list(axes.flat), panels[0].is_sweep
-    name, draw_panel = ("y", draw_sweep) if is_sweep else ("x", draw_bars)
+def draw_all(axes, panels, axis, room):
+    """Lines or Bars on one scale of the axis "x" or "y", with room for the numbers beside bars. Other axes go."""
+    axes = list(axes)
     for ax in axes[len(panels):]:
         ax.remove()
     values, highest = [], 0
     for ax, panel in zip(axes, panels):
-        ceiling = ceilings.get(panel.rows[0]["dtype"], 0)
-        draw_panel(ax, panel)
-        dress(ax, panel.title, name, ceiling)
-        values += [x for impl in panel.impls for x in panel.values(impl) if x > 0]
-        highest = max(highest, ceiling)
+        values += [x for x in panel.draw(ax) if x > 0]
+        ax.set_title(panel.title, fontsize="medium")
+        ax.set_axisbelow(True)
+        ax.grid(axis=axis, alpha=0.3)
+        if panel.ceiling:
+            highest = max(highest, panel.ceiling)
+            (ax.axhline if axis == "y" else ax.axvline)(panel.ceiling, color=MATMUL.color, linestyle="--",
+                                                        label=MATMUL.label, zorder=0)
     if values and max(values) > 300 * min(values):  # Triton's interpreter beside compiled code
-        axes[0].set(**{f"{name}scale": "log"})
-    elif values:  # with room for the numbers beside the bars
-        axes[0].set(**{f"{name}lim": (0, max((1.08 if is_sweep else 1.3) * max(values), 1.08 * highest))})
-
-
-def dress(ax, title, axis, ceiling=None):
-    ax.set_title(title, fontsize="medium")
-    ax.set_axisbelow(True)
-    ax.grid(axis=axis, alpha=0.3)
-    if ceiling:
-        (ax.axhline if axis == "y" else ax.axvline)(ceiling, color=MATMUL.color, linestyle="--", label=MATMUL.label,
-                                                    zorder=0)
-
-
-def finished(figure, title):
-    """The figure with a title and one legend for all panels, in the order of STYLES, with as many columns as fit."""
-    handles = {label: handle for ax in reversed(figure.axes) for handle, label in zip(*ax.get_legend_handles_labels())}
-    labels = [style.label for style in (*STYLES.values(), MATMUL) if style.label in handles]
-    inches = 0.6 + 0.075 * max(map(len, labels), default=0)
-    figure.legend([handles[label] for label in labels], labels, loc="outside lower center", frameon=False,
-                  ncols=max(1, int(figure.get_figwidth() / inches)))
-    figure.suptitle(title)
-    return figure
-
-
-def draw_lines(ax, lines, name_of, is_line=lambda impl: True):
-    """lines: {implementation: [(x, y), ...]}, over powers of two that name_of(x) names."""
-    for impl, points in lines.items():
-        ax.plot(*zip(*sorted(points)), linestyle="-" if is_line(impl) else "", **STYLES[impl].line())
-    ticks = sorted({x for points in lines.values() for x, _ in points})
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(ticks, map(name_of, ticks))
-
-
-def in_thousands(x):
-    return f"{x >> 10}k" if x % 1024 == 0 else str(x)
-
-
-def draw_sweep(ax, panel):
-    """TFLOP/s over S. For caches, GB/s over the bytes of keys and values: the plain read as a line, all others as
-    points."""
-    of_cache = panel.rate == "gbps"
-    lines = {impl: list(zip(map(x_of, panel.rows), panel.values(impl))) for impl in panel.impls}
-    if of_cache:
-        draw_lines(ax, lines, lambda x: f"{x / 1e6:.3g}" if x < 1e9 else f"{x / 1e6:.0f}", lambda impl: impl == "read")
-    else:
-        draw_lines(ax, lines, in_thousands)
-    ax.set_xlabel("MB of keys and values" if of_cache else "sequence length S")
-    if ax.get_subplotspec().is_first_col():
-        ax.set_ylabel(RATES[panel.rate])
-
-
-def draw_bars(ax, panel):
-    """Shapes from top to bottom, and for each a bar of each implementation. Beside a bar stand its rate and its speed
-    over that of the baseline, or of the same implementation without a score."""
-    impls, count = panel.impls, len(panel.results)
-    baseline = next((impl for impl in BASELINES if impl in impls), None)
-    sizes = [words(parts(row) | {"score": ""}) for row in panel.rows]
-    plain = {x: rows for x, row, rows in zip(sizes, panel.rows, panel.results) if row.get("score") == "none"}
-    height = 0.8 / max(1, len(impls))
-    for i, impl in enumerate(impls):
-        style, values = STYLES[impl], panel.values(impl)
-        texts = []
-        for x, value, rows in zip(sizes, values, panel.results):
-            other = (plain.get(x, rows)[impl] if plain else rows.get(baseline, {})).get(panel.rate) or value
-            factor = f" ({value / other:.2f}×)" if other != value else ""
-            texts.append("" if math.isnan(value) else number(value) + factor)
-        bars = ax.barh([y + (i + 0.5) * height - 0.4 for y in range(count)], values, height, label=style.label,
-                       edgecolor=style.color, facecolor=style.color if style.is_ours else (style.color, 0.2))
-        ax.bar_label(bars, texts, fontsize=8, **BESIDE)
-    ax.set_yticks(range(count), panel.shapes)
-    ax.set_ylim(count - 0.5, -0.5)
-    over = "score none" if plain else baseline and STYLES[baseline].label.partition(" (")[0]
-    ax.set_xlabel(RATES[panel.rate] + (f" (× {over})" if over else ""))
-
-
-# Other pictures.
-
-def bars(panels, title, label, columns):
-    """Bars in panels that have a scale each: {title of a panel: (bars as (name, implementation, value, the part of it
-    that is solid, text), TFLOP/s of a matmul or None)}."""
-    rows = math.ceil(len(panels) / columns)
-    counts = [len(values) for values, _ in panels.values()][::columns]
-    size = 9 if columns == 1 else 5 * columns, 0.36 * sum(counts) + 0.8 * rows + 0.7
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
-    axes = figure.subplots(rows, columns, sharey="row", height_ratios=[count + 1 for count in counts], squeeze=False)
-    for ax, (heading, (values, ceiling)) in zip(axes.flat, panels.items()):
-        names, impls, lengths, solid, texts = zip(*values)
-        colors = [STYLES[impl].color for impl in impls]
-        ax.barh(names, solid, 0.7, color=colors)
-        rest = ax.barh(names, [x - part for x, part in zip(lengths, solid)], 0.7, left=solid, edgecolor=colors,
-                       color=[(color, 0.2) for color in colors])
-        ax.bar_label(rest, texts, **BESIDE)
-        longest = 1.1 * max(ceiling, *lengths) if ceiling else 1.5 * max(lengths)
-        ax.set(ylim=(len(values) - 0.5, -0.5), xlim=(0, longest))
-        dress(ax, heading, "x", ceiling)
-    for ax in axes[-1]:
-        ax.set_xlabel(label)
-    return finished(figure, title)
-
-
-def curves(panels, title, labels):
-    """Lines in panels: {title of a panel: {implementation: [(x, y), ...]}}. labels: those of x and y."""
-    columns = min(2, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4.5 * columns + 1, 3.2 * rows + 0.7), dpi=150, layout="constrained")
-    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
-    for ax, (heading, lines) in zip(axes, panels.items()):
-        draw_lines(ax, lines, in_thousands)
-        ax.set_xlabel(labels[0])
-        ax.set_ylim(bottom=0)  # and that of all others
-        dress(ax, heading, "both")
-    figure.supylabel(labels[1], fontsize="medium")
-    return finished(figure, title)
+        axes[0].set(**{f"{axis}scale": "log"})
+    elif values:
+        axes[0].set(**{f"{axis}lim": (0, max(room * max(values), 1.08 * highest))})

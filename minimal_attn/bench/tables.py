@@ -8,8 +8,6 @@ from .measure import MEASURED, Setting
 
 console = Console(highlight=False, markup=False)
 
-HEADINGS = ("ms", "p20", "p80", "TFLOP/s", "GB/s", "peak MB", "max err")
-RATES = {"tflops": "TFLOP/s", "gbps": "GB/s"}
 MANY = 4  # settings, beyond which a table has a line for each
 
 
@@ -46,10 +44,10 @@ def print_tables(results, args, sweep, on_device):
     if len(of_shapes) <= MANY:
         for setting, rows in of_shapes.items():
             numbers = {impl: [*map(rows[impl].get, MEASURED), speedup(rows, impl, baseline)] for impl in rows}
-            print_table(f"{setting} {on_device}", [*HEADINGS, f"× {baseline}"], numbers)
+            print_table(f"{setting} {on_device}", [*MEASURED.values(), f"× {baseline}"], numbers)
     else:
         numbers = {str(setting): [rows[x][rate] for x in rows] for setting, rows in of_shapes.items()}
-        print_table(f"{RATES[rate]} {on_device}", args.impls, numbers)
+        print_table(f"{MEASURED[rate]} {on_device}", args.impls, numbers)
         if rate == "gbps" and baseline in args.impls:
             numbers = {str(setting): [speedup(rows, x, baseline) for x in rows] for setting, rows in of_shapes.items()}
             print_table(f"× {baseline} {on_device}", args.impls, numbers)

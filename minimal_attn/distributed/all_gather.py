@@ -60,8 +60,7 @@ def head_groups(q, k, v, num_ranks, has_peers, is_backward=False):
 
 def growth_of_messages(q, k, v, num_ranks, is_backward):
     """(heads of the first group, largest ratio of a group to the one before) for exchange by messages. The ratio is how
-    much longer attention to a head takes than sending it, so that computing one group hides the messages of the next.
-    """
+    much longer attention to a head takes than sending it: computing one group then hides the messages of the next."""
     heads = k.shape[1]
     share_sent = 2 * (num_ranks - 1) / num_ranks  # of the keys, in units of that of two ranks
     growth = max(1, int(q.shape[2] * (q.shape[1] // heads) / ROWS_OF_A_KEY / share_sent)) if num_ranks > 1 else 1

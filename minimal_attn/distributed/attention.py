@@ -58,8 +58,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
         method: "all_gather", "ring", "ulysses" or "auto", which takes
             - "ring" if the group spans nodes, or the keys and values of all ranks have more than 8 GiB, unless
               alibi_slopes are given;
-            - else "ulysses" if P divides Hk and H, and P > 1 + H / Hk: it then sends less than an all-gather. Also if
-              alibi_slopes are given without a causal mask, and P divides both;
+            - else "ulysses" if P divides Hk, and P > 1 + H / Hk, so that it sends less than "all_gather", or
+              alibi_slopes are given without a causal mask;
             - else "all_gather".
             A node has as many ranks as the environment variable LOCAL_WORLD_SIZE says, which torchrun sets. It must be
             the same on all nodes. Without it, all ranks are taken to be on one node.
@@ -105,10 +105,10 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
     if is_transformed():
         raise NotImplementedError("context parallelism does not support the transforms of torch.func")
     left, right = needed_window(options.window, documents)
-    options = options._replace(window_left=left, window_right=right, dropout_p=dropout_p, alibi_slopes=slopes)
-    method = check_method(method, q, k, v, shards, slopes, options.window)
+    method = check_method(method, q, k, v, shards, slopes, (left, right))
     seed = shared_seed(check_dropout_seed(dropout_seed, q, None), shards) if dropout_p else None
-    options = options._replace(dropout_seed=seed)
+    options = options._replace(window_left=left, window_right=right, dropout_p=dropout_p, dropout_seed=seed,
+                               alibi_slopes=slopes)
     if method == "ulysses" or shards.size == 1:
         each = q.shape[1] // shards.size
         heads = slice(shards.rank * each, (shards.rank + 1) * each)  # of q, which this rank computes
@@ -155,9 +155,8 @@ class LocalRows(torch.autograd.Function):
 
 def shared_seed(seed, shards):
     """(1,): the seed of the first rank of the group, on all ranks."""
-    seed = seed.reshape(1)
+    seed = seed.reshape(1).clone()  # a caller's seed stays as it is
     if shards.size > 1:
-        seed = seed.clone()  # a caller's seed stays as it is
         dist.broadcast(seed, dist.get_global_rank(shards.group, 0), group=shards.group)
     return seed
 
@@ -168,9 +167,7 @@ def lengths_of_whole(cu_seqlens, seqlen, q):
         is_there = cu_seqlens.device == q.device  # then nobody waits for the GPU again
         bounds = cu_seqlens.contiguous() if is_there else ints(q.device, cu_seqlens.tolist())[0]
         return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-    if seqlen is None:
-        return {}
-    used, = ints(q.device, [seqlen] * q.shape[0])
+    used = None if seqlen is None else torch.full(q.shape[:1], seqlen, dtype=torch.int32, device=q.device)
     return {"seqused_q": used, "seqused_k": used}
 
 
@@ -181,9 +178,7 @@ def check_shards(q, k, shards):
         raise ValueError(f"q, k and v must be 4D, (B, H, T, D), got {q.ndim} dimensions")
     if q.shape[2] != k.shape[2] or q.numel() == 0:
         raise ValueError(f"q, k and v must have the same number of rows, at least one: {shapes}")
-    if q.shape[2] % shards.chunks_per_rank:
-        raise ValueError("the zigzag layout has two chunks of one length on each rank, so that T is even, got "
-                         f"{q.shape[2]} rows: minimal_attn.distributed.shard pads them")
+    shards.check_rows(q.shape[2])
     check_sizes(q, shards.size * k.shape[2])
 
 

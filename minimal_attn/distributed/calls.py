@@ -79,10 +79,10 @@ class Attention(NamedTuple):
         return tuple((call.keys.start, call.keys.stop) for call in calls)
 
     def _calls(self, padding, batch_size, num_keys, key_chunks, share_keys):
-        return cached_calls(padding.row_chunks(), key_chunks or (Chunk(0, num_keys, 0),), self.documents,
-                            self.options.window, self.options.dropout_seed is not None, batch_size,
-                            padding.num_rows + sum(padding.rows_before), num_keys, share_keys,
-                            LONG if key_chunks else LONG_OVERLAPPED)
+        return calls_of(padding.row_chunks(), key_chunks or (Chunk(0, num_keys, 0),), self.documents,
+                        self.options.window, self.options.dropout_seed is not None, batch_size,
+                        padding.num_rows + sum(padding.rows_before), num_keys, share_keys,
+                        LONG if key_chunks else LONG_OVERLAPPED)
 
     def of_heads(self, heads):
         """This Attention restricted to a slice of query heads."""
@@ -110,7 +110,7 @@ class Attention(NamedTuple):
         return self.backend.backward(dout, q, k, v, out, lse.contiguous(), options)
 
 
-def pieces_of(row_chunks, key_chunks, documents, window, has_dropout=False):
+def pieces_of(row_chunks, key_chunks, documents, window, has_dropout):
     """The Pieces of chunks of rows and of keys, of DropoutPadding with dropout. window: in the whole sequence."""
     pieces = []
     for rows in row_chunks:
@@ -181,20 +181,13 @@ def length(run):
 
 
 @functools.lru_cache(maxsize=128)
-def cached_calls(row_chunks, key_chunks, documents, window, has_dropout, batch_size, num_rows, num_keys, share_keys,
-                 long):
-    """calls_of(pieces_of(row_chunks, ...), ...), the longest ones first: short ones fill a GPU at the end."""
-    pieces = pieces_of(row_chunks, key_chunks, documents, window, has_dropout)
-    calls = calls_of(pieces, batch_size, num_rows, num_keys, share_keys, long)
-    return tuple(sorted(calls, key=lambda call: -sum(length(piece.rows) * length(piece.keys) for piece in call.pieces)))
-
-
-def calls_of(pieces, batch_size, num_rows, num_keys, share_keys, long=LONG):
-    """The Calls of pieces of q (num_rows) and k (num_keys): as few as possible, but a piece of `long` rows, or of
-    several samples, has one of its own. Pieces of a call have no row in common, and without share_keys no key, since
-    kernels add up gradients within one sample alone."""
+def calls_of(row_chunks, key_chunks, documents, window, has_dropout, batch_size, num_rows, num_keys, share_keys,
+             long=LONG):
+    """The Calls of q (num_rows) and k (num_keys): as few as possible, but a Piece of `long` rows or of several samples
+    has one of its own. The longest come first: short ones fill a GPU at the end. Pieces of a Call have no row in
+    common, and without share_keys no key, since kernels add up gradients within one sample alone."""
     groups = {}  # window: lists of pieces
-    for piece in pieces:
+    for piece in pieces_of(row_chunks, key_chunks, documents, window, has_dropout):
         of_window = groups.setdefault(piece.window, [])
         for group in () if length(piece.rows) >= long else of_window:
             last = group[-1]
@@ -214,7 +207,7 @@ def calls_of(pieces, batch_size, num_rows, num_keys, share_keys, long=LONG):
             else:
                 lengths, origins = packed_lengths(group, share_keys)
                 calls.append(Call(slice(0, num_rows), slice(0, num_keys), window, lengths, tuple(group), origins))
-    return calls
+    return tuple(sorted(calls, key=lambda call: -sum(length(piece.rows) * length(piece.keys) for piece in call.pieces)))
 
 
 def packed_lengths(pieces, share_keys):

@@ -15,37 +15,33 @@ from torch import Tensor
 
 from ..checks import sum_dtype
 from .calls import length
-from .layout import reduce_scatter
+from .layout import reduce_scatter_single
 
 MAX_SUM_BYTES = 128 << 20  # of gradients in peer memory, which is kept
 FIRST_TAG = 1 << 20  # of messages, far from the tags of a caller
 
 
 def gathered(k, v, groups, shards, peers):
-    """Yields (heads, k, v) of one group of heads after the other: k (B, heads, P·T, D) and v of all ranks, in the order
-    of the sequence. The next group is on its way meanwhile."""
+    """Yields (heads, k, v) of each group: k (B, heads, P·T, D) and v, in the order of the sequence. The next group is
+    on its way meanwhile."""
     fill = (filling_by_peers if peers else filling_by_messages)(k, v, groups, shards, peers)
 
     def begin(number):
-        if number >= len(groups):
-            return None
         heads = groups[number].stop - groups[number].start
         everything = k.new_empty(shards.size * k.shape[2], k.shape[0], heads, k.shape[3] + v.shape[3])
         return everything, fill(number, everything)
 
-    def end(everything, works):
-        for work in works:
-            work.wait()
-        return everything.permute(1, 2, 0, 3).split_with_sizes((k.shape[3], v.shape[3]), -1)
-
-    following = begin(0)
+    begun = map(begin, range(len(groups)))
+    following = next(begun)
     try:
-        for number, heads in enumerate(groups, 1):
-            current, following = following, begin(number)
-            yield heads, *end(*current)
+        for heads in groups:
+            (everything, works), following = following, next(begun, ((), ()))
+            for work in works:
+                work.wait()
+            yield heads, *everything.permute(1, 2, 0, 3).split_with_sizes((k.shape[3], v.shape[3]), -1)
     finally:
-        if following:  # the caller failed; this memory must not be used again while it is written
-            end(*following)
+        for work in following[1]:  # if the caller failed: this memory must not be used again while it is written
+            work.wait()
 
 
 def filling_by_messages(k, v, groups, shards, _):
@@ -105,8 +101,7 @@ class Part(NamedTuple):
 
 @functools.lru_cache
 def parts_of(key_ranges, shards, num_rows):
-    """The Parts of shards.rank, whose Calls have these (begin, end) of keys. shards.group is None: a cache must not
-    keep a group alive."""
+    """The Parts of shards.rank, whose Calls have these (begin, end) of keys. shards has no group, which this keeps."""
     parts, num_sent = [], 0
     for to in range(shards.size):
         for run in shards.runs(to, num_rows):
@@ -158,7 +153,8 @@ def sum_by_messages(gradients, k, v, shards, parts):
     for part in parts:
         write_part(torch.Tensor.add_, by_rank[part.rank, part.rows], part, gradients)
     own = torch.empty_like(by_rank[0])
-    return Sum(own, head_dims, reduce_scatter(own, by_rank.flatten(0, 1), shards.group))
+    work = reduce_scatter_single(own, by_rank.flatten(0, 1), group=shards.group, async_op=True)
+    return Sum(own, head_dims, work)
 
 
 def sum_by_peers(gradients, k, v, shards, parts, most_sent, memory):

@@ -16,6 +16,9 @@ from torch.nn.functional import pad
 from ..checks import check_choice, check_tensor, check_tensor_of, is_int, shown, wants_gradient
 
 LAYOUTS = "zigzag", "contiguous"
+# torch 2.13 has new names, and warns of the old ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Chunk(NamedTuple):
@@ -74,6 +77,18 @@ class Shards(NamedTuple):
             return x
         early, late = x.unflatten(0, (2, self.size, -1))
         return torch.stack((early, late.flip(0)), 1).flatten(0, 2)
+
+    def check_rows(self, num_rows):
+        """ValueError unless a rank can have num_rows rows."""
+        if num_rows % self.chunks_per_rank:
+            raise ValueError("the zigzag layout has two chunks of one length on each rank, so that T is even, got "
+                             f"{num_rows} rows: minimal_attn.distributed.shard pads them")
+
+    def all_gather(self, x):
+        """The rows of all ranks (P·T, ...) in the order of the sequence, from the x (T, ...) of each."""
+        everything = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        all_gather_single(everything, x, group=self.group)
+        return self.in_order(everything)
 
 
 def shards_of(group, layout):
@@ -141,12 +156,8 @@ def unshard(x: Tensor, group: "dist.ProcessGroup | None" = None, dim: int = 1, l
                                   "from the rows of each rank")
     rows = x.movedim(dim, 0).contiguous()
     seqlen = check_seqlen(seqlen, shards.size * rows.shape[0])
-    if shards.chunks_per_rank == 2 and rows.shape[0] % 2:
-        raise ValueError(f"the zigzag layout has two chunks of one length on each rank, got {rows.shape[0]} rows: "
-                         "shard pads them")
-    everything = rows.new_empty(shards.size * rows.shape[0], *rows.shape[1:])
-    all_gather(everything, rows, shards.group).wait()
-    return shards.in_order(everything)[:seqlen].movedim(0, dim)
+    shards.check_rows(rows.shape[0])
+    return shards.all_gather(rows)[:seqlen].movedim(0, dim)
 
 
 def check_seqlen(seqlen, total):
@@ -188,17 +199,3 @@ def shard_labels(tokens: Tensor, group: "dist.ProcessGroup | None" = None, layou
     check_tensor("tokens", tokens)
     check_tensor_of("tokens", tokens, tokens.device)
     return shard(pad(tokens[:, 1:], (0, 1), value=ignore_index), group, 1, layout, ignore_index)
-
-
-# Collectives of one tensor; torch 2.13 has new names for two of them, and warns of the old ones.
-
-def all_gather(output, x, group):
-    """Start filling output (P·T, ...) with the x (T, ...) of all ranks; wait() of the result ends it."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, x, group=group, async_op=True)
-
-
-def reduce_scatter(output, x, group):
-    """Start filling output (T, ...) with this rank's rows of the sum of the x (P·T, ...) of all ranks."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(output, x, group=group, async_op=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .layout import Chunk, Shards, all_gather
+from .layout import Chunk, Shards
 
 TILE = 16  # rows and keys
 
@@ -59,7 +59,8 @@ class DropoutPadding(NamedTuple):
             return kv
         chunks = kv.chunk(self.shards.chunks_per_rank, 2)
         most = min(self.keys_after, chunks[0].shape[2])  # keys of one chunk that follow another one
-        first_keys = self._gathered([chunk[:, :, :most] for chunk in chunks])
+        # (all chunks in order, most, B, Hk, D)
+        first_keys = self.shards.all_gather(torch.stack([chunk[:, :, :most].movedim(2, 0) for chunk in chunks]))
         following = pad(first_keys.flatten(0, 1), (0, 0) * 3 + (0, self.keys_after))
         return torch.cat([part for number, chunk in zip(self._numbers(), chunks) for part in (
             chunk, following[(number + 1) * most:][:self.keys_after].permute(1, 2, 0, 3))], 2)
@@ -69,7 +70,8 @@ class DropoutPadding(NamedTuple):
         if not self.keys_after:
             return dkv
         chunks = dkv.chunk(self.shards.chunks_per_rank, 2)
-        arriving = self._gathered([chunk[:, :, -self.keys_after:] for chunk in chunks])
+        copies = torch.stack([chunk[:, :, -self.keys_after:].movedim(2, 0) for chunk in chunks])
+        arriving = self.shards.all_gather(copies)  # (all chunks in order, keys_after, B, Hk, D)
         dkv = torch.cat([chunk[:, :, :-self.keys_after] for chunk in chunks], 2)
         for number, chunk in zip(self._numbers(), dkv.chunk(self.shards.chunks_per_rank, 2)):
             each = chunk.shape[2]
@@ -83,13 +85,6 @@ class DropoutPadding(NamedTuple):
         """The numbers of this rank's chunks, counted along the sequence."""
         each = self.num_rows // self.shards.chunks_per_rank
         return [chunk.begin // each for chunk in self.shards.chunks(self.shards.rank, self.num_rows)]
-
-    def _gathered(self, rows):
-        """An all-gather of n rows (B, Hk, n, D) of each chunk: (all chunks in order, n, B, Hk, D)."""
-        own = torch.stack([part.movedim(2, 0) for part in rows])
-        everything = own.new_empty(self.shards.size * len(rows), *own.shape[1:])
-        all_gather(everything, own, self.shards.group).wait()
-        return self.shards.in_order(everything)
 
 
 def dropout_padding(shards, num_rows, documents, has_dropout):

@@ -52,14 +52,13 @@ class PeerMemory:
         OutOfMemoryError if one has no memory for them, RuntimeError if one cannot address that of the others."""
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        wanted = max(num_bytes, self.slot_bytes * 3 // 2)
+        wanted = -(-max(num_bytes, self.slot_bytes * 3 // 2) // SLOT_STEP) * SLOT_STEP
         if self.handle is not None:
             with torch.cuda.stream(self.stream):
                 self.barrier()
             torch.cuda.synchronize(self.device)  # all ranks have read the slots
         self.slot_bytes, self.memory, self.handle = 0, None, None  # the old ones go first
         torch.cuda.empty_cache()  # the caching allocator keeps what is free, and symmetric memory is none of its own
-        wanted = -(-wanted // SLOT_STEP) * SLOT_STEP
         memory = handle = None
         with suppress(RuntimeError):
             memory = symmetric_memory.empty(2 * wanted, dtype=torch.uint8, device=self.device)

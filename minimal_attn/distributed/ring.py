@@ -50,8 +50,8 @@ def attend(q, k, v, attention):
     for source, k_part, v_part in turns(k, v, attention.padding):
         for call in without_sinks.calls(q, k_part.shape[2], source, share_keys=True):
             merge(out[:, :, call.rows], lse[:, :, call.rows], *without_sinks.forward(call, q, k_part, v_part))
-    if sinks is not None:
-        add_sinks(out, lse, sinks)
+    if sinks is not None:  # a part without values; a row of padding, which has seen no key, stays as it is
+        merge(out, lse, out.new_zeros(1), torch.where(lse == -math.inf, lse, sinks[:, None]))
     return out.to(q.dtype), lse
 
 
@@ -77,12 +77,4 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     total = torch.logaddexp(lse, part_lse)
     finite = total.masked_fill(total == -math.inf, 0)  # rows that have seen no key yet: exp(-inf - 0) is 0, not NaN
     out.mul_((lse - finite).exp_()[..., None]).add_(part * (part_lse - finite).exp_()[..., None])
-    lse.copy_(total)
-
-
-def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Give sinks (H,) their share of the softmax, in place: a part with this lse and without values. A row of padding,
-    which has seen no key, stays as it is."""
-    total = torch.logaddexp(lse, sinks[:, None]).masked_fill_(lse == -math.inf, -math.inf)
-    out.mul_((lse - total.masked_fill(total == -math.inf, 0)).exp_()[..., None])
     lse.copy_(total)

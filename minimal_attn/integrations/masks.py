@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
-import weakref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.functional import pad
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
@@ -90,38 +89,7 @@ class Pattern(NamedTuple):
     causal: bool
     window: tuple[int, int] = NO_WINDOW
     sequence: Tensor | None = None  # int (B, S): the number of the sequence of each token, ascending in a sample
-
-
-def _recognized():
-    """What closures of transformers mean, by their codes: {code: (what, the variable that says more)}. A function is
-    left out, so that its masks become dense, if it does not show what pattern_of takes it for."""
-    i, j = torch.arange(6, device="cpu")[:, None], torch.arange(6, device="cpu")
-    sequence, positions = (torch.tensor([x], device="cpu") for x in ([0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]))
-    both = masking_utils.sliding_window_bidirectional_overlay(2)
-    shows = {
-        ("and", "mask_functions"): (masking_utils.and_masks(causal_mask_function, both), (j <= i) & (i - j <= 2)),
-        ("window", "sliding_window"): (masking_utils.sliding_window_overlay(3), i - 3 < j),
-        ("window of both sides", "sliding_window"): (both, (i - j).abs() <= 2),
-        ("same sequence", "packed_sequence_mask"): (masking_utils.packed_sequence_mask_function(sequence),
-                                                    sequence[0, i] == sequence[0, j]),
-    }
-    if remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None):  # newer than transformers 5.17
-        shows["of sequences", "mask_function"] = (remap(causal_mask_function, positions),
-                                                  positions[0, j] <= positions[0, i])
-    return {function.__code__: meaning for meaning, (function, shown) in shows.items()
-            if meaning[1] in function.__code__.co_freevars and function(0, 0, i, j).equal(shown)}
-
-
-_CODES = _recognized()
-
-
-def _meaning(function):
-    """(what a closure of transformers means, or None; the value of the variable that says more)."""
-    code = getattr(function, "__code__", None)
-    if torch.compiler.is_compiling() or code not in _CODES:  # Dynamo reads no closures
-        return None, None
-    what, variable = _CODES[code]
-    return what, function.__closure__[code.co_freevars.index(variable)].cell_contents
+    in_sequence: bool = False  # it compares positions in sequences, but does not keep these apart
 
 
 def pattern_of(mask_function) -> Pattern | None:
@@ -130,25 +98,51 @@ def pattern_of(mask_function) -> Pattern | None:
         return Pattern(True)
     if mask_function is bidirectional_mask_function:
         return Pattern(False)
-    what, value = _meaning(mask_function)
-    if what == "window":
-        return Pattern(False, (value - 1, -1))
-    if what == "window of both sides":
-        return Pattern(False, (value, value))
-    if what == "same sequence":
-        return Pattern(False, sequence=value)
-    if what != "and":
+    code = getattr(mask_function, "__code__", None)
+    if torch.compiler.is_compiling() or code not in _CODES:  # Dynamo reads no closures
         return None
-    meanings = [_meaning(function) for function in value]
-    if "same sequence" in [what for what, _ in meanings]:
-        # Positions ascend by 1 within a sequence, so that they count as indices do.
-        value = [inner if what == "of sequences" else outer for outer, (what, inner) in zip(value, meanings)]
-    patterns = [pattern_of(function) for function in value]
-    sequences = [x.sequence for x in patterns if x is not None and x.sequence is not None]
-    if None in patterns or len(sequences) > 1:
+    variable, pattern_from = _CODES[code]
+    return pattern_from(mask_function.__closure__[code.co_freevars.index(variable)].cell_contents)
+
+
+def _pattern_of_all(mask_functions):
+    patterns = [pattern_of(function) for function in mask_functions]
+    if None in patterns or sum(x.sequence is not None for x in patterns) > 1:
         return None
+    sequence = next((x.sequence for x in patterns if x.sequence is not None), None)
     left, right = (min((x.window[side] for x in patterns if x.window[side] >= 0), default=-1) for side in (0, 1))
-    return Pattern(any(x.causal for x in patterns), (left, right), *sequences)
+    # Positions ascend by 1 within a sequence, so that they count as indices do.
+    in_sequence = sequence is None and any(x.in_sequence for x in patterns)
+    return Pattern(any(x.causal for x in patterns), (left, right), sequence, in_sequence)
+
+
+def _pattern_in_sequence(mask_function):
+    pattern = pattern_of(mask_function)
+    return pattern and pattern._replace(in_sequence=True)
+
+
+def _recognized():
+    """What closures of transformers mean, by their codes: {code: (a variable, its value -> Pattern)}. A function is
+    left out, so that its masks become dense, if it does not show what pattern_of takes it for."""
+    i, j = torch.arange(6, device="cpu")[:, None], torch.arange(6, device="cpu")
+    sequence, positions = (torch.tensor([x], device="cpu") for x in ([0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]))
+    both = masking_utils.sliding_window_bidirectional_overlay(2)
+    closures = [  # and what they show
+        ("mask_functions", _pattern_of_all, masking_utils.and_masks(causal_mask_function, both),
+         (j <= i) & (i - j <= 2)),
+        ("sliding_window", lambda value: Pattern(False, (value - 1, -1)), masking_utils.sliding_window_overlay(3),
+         i - 3 < j),
+        ("sliding_window", lambda value: Pattern(False, (value, value)), both, (i - j).abs() <= 2),
+        ("packed_sequence_mask", lambda value: Pattern(False, sequence=value),
+         masking_utils.packed_sequence_mask_function(sequence), sequence[0, i] == sequence[0, j])]
+    if remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None):  # newer than transformers 5.17
+        closures.append(("mask_function", _pattern_in_sequence, remap(causal_mask_function, positions),
+                         positions[0, j] <= positions[0, i]))
+    return {function.__code__: (variable, pattern_from) for variable, pattern_from, function, shown in closures
+            if variable in function.__code__.co_freevars and function(0, 0, i, j).equal(shown)}
+
+
+_CODES = _recognized()
 
 
 def _models(base=PreTrainedModel):
@@ -159,9 +153,8 @@ def _models(base=PreTrainedModel):
 
 @functools.cache
 def _attends_itself(config_class) -> bool:
-    """Whether transformers' models of this config compute their attention themselves. It judges by their source where
-    set_attn_implementation is called, but not when it builds a model. Models from elsewhere are not judged: if they
-    read a Mask, that raises an error."""
+    """Whether transformers' models of this config compute their attention themselves. transformers itself asks only in
+    set_attn_implementation. Models from elsewhere are not judged: if they read a Mask, that raises an error."""
     for base in config_class.__mro__:
         if found := [model._can_set_attn_implementation() for model in _models()
                      if model.config_class is base and model.__module__.startswith("transformers.")]:
@@ -177,20 +170,11 @@ def attends_itself(config_class) -> bool:
 def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
               attention_mask=None, allow_is_causal_skip=True, allow_is_bidirectional_skip=True, use_vmap=False,
               device="cpu", config=None, **unused):
-    """The mask function of transformers' AttentionMaskInterface.
+    """The mask function of transformers' AttentionMaskInterface, with its arguments: a Mask, or a bool tensor (B, 1,
+    q_length, kv_length). NotImplementedError for a config of models that compute their attention themselves.
 
-    Args:
-        batch_size, q_length, kv_length: B, and how many rows and keys a layer will have.
-        q_offset, kv_offset: indices of the first row and key in the sequence, of which mask_function is a function.
-        attention_mask: None, bool (B, keys so far), True where a token is valid, or a Mask, which is returned.
-        allow_is_causal_skip, allow_is_bidirectional_skip: whether the model can do without a tensor.
-        config: of the model.
-
-    Returns:
-        a Mask, or a bool tensor (B, 1, q_length, kv_length).
-
-    Raises:
-        NotImplementedError: a config of models that compute their attention themselves.
+    mask_function is one of indices in the sequence, where q_offset and kv_offset are those of the first row and key.
+    attention_mask is None, bool (B, keys so far), True where a token is valid, or a Mask, which is returned.
     """
     if config is not None and attends_itself(type(config)):
         raise NotImplementedError(f"models of {type(config).__name__} do not call minimal_attn, but compute their "
@@ -206,7 +190,8 @@ def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_fun
         if can_read(pattern.sequence) and attention_mask is None and q_length == kv_length and not has_cache:
             return Mask(q_length, kv_length, pattern.causal, pattern.window, kv_length,
                         cu_seqlens=_cu_seqlens(pattern.sequence.diff() != 0))
-    elif pattern is not None and (allow_is_causal_skip or is_fixed if pattern.causal else allow_is_bidirectional_skip):
+    elif pattern is not None and not pattern.in_sequence and (
+            allow_is_causal_skip or is_fixed if pattern.causal else allow_is_bidirectional_skip):
         mask = _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, is_fixed,
                                device)
     return mask if mask is not None else sdpa_mask(
@@ -228,7 +213,7 @@ def can_read(x) -> bool:
                 or torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
-_LAST = threading.local()  # what cu_seqlens_of found last
+_FOUND = WeakTensorKeyDictionary()  # {position_ids: (their version, batch_size, what cu_seqlens_of found)}
 
 
 def cu_seqlens_of(position_ids, batch_size) -> Tensor | None:
@@ -238,12 +223,12 @@ def cu_seqlens_of(position_ids, batch_size) -> Tensor | None:
     alone: the others of a forward pass find the result by the same tensor. position_ids must be readable.
     """
     version = None if position_ids.is_inference() else position_ids._version  # inference tensors have no version
-    known = getattr(_LAST, "found", None)
-    if version is not None and known is not None and known[0]() is position_ids and known[1:3] == (version, batch_size):
-        return known[3]
+    known = _FOUND.get(position_ids)
+    if version is not None and known is not None and known[:2] == (version, batch_size):
+        return known[2]
     is_first = (position_ids.diff() <= 0).expand(batch_size, -1)
     found = _cu_seqlens(is_first) if is_first.any() else None
-    _LAST.found = weakref.ref(position_ids), version, batch_size, found
+    _FOUND[position_ids] = version, batch_size, found
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import BACKENDS, flash_attention
-from ..checks import NO_WINDOW, shown
+from ..checks import NO_WINDOW, check_choice, shown
 from .masks import Mask, can_read, cu_seqlens_of, make_mask, same_sequence
 
 # transformers treats names with these in them in a way of its own.
@@ -48,8 +48,7 @@ def register(name: str = "minimal_attn", *, backend: str = "auto") -> None:
         raise TypeError(f"name must be a string, got {shown(name)}")
     if not name or any(part in name for part in RESERVED):
         raise ValueError(f"name must not be empty nor contain any of {', '.join(RESERVED)}, got {shown(name)}")
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(['auto', *BACKENDS])}, got {shown(backend)}")
+    check_choice("backend", backend, ("auto", *BACKENDS))
     found, mask = AttentionInterface().get(name), AttentionMaskInterface().get(name)
     if getattr(found, "func", found) not in (None, attend) or mask not in (None, make_mask):
         raise ValueError(f"name {name!r} is registered with transformers already, by something else")

@@ -65,8 +65,7 @@ def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LEN
 
 
 def _checked(q, k, v, scale, window):
-    """(k, v, scale, window) for an op of csrc, whose own checks follow. By "top left" no row sees the keys from Sq on.
-    """
+    """(k, v, scale, window) for an op of csrc, whose checks follow. By "top left" no row sees the keys from Sq on."""
     _leave_if(q.dtype not in HALVES, not q.dtype == k.dtype == v.dtype)
     if window == TOP_LEFT[True]:
         rows, keys = q.shape[2], k.shape[2]
@@ -146,8 +145,7 @@ def _window(left, right, is_causal):
 def sdpa_cudnn(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
                return_debug_mask=False, *, scale=None):
     _leave_if(dropout_p, return_debug_mask)
-    bias = _cudnn_bias(attn_bias, query, is_causal)
-    out, lse = _attend(query, key, value, scale, TOP_LEFT[is_causal], bias)
+    out, lse = _attend(query, key, value, scale, TOP_LEFT[is_causal], _bias(attn_bias, query, is_causal))
     lengths = None, None, query.shape[2], key.shape[2]
     if not compute_log_sumexp:  # nothing wants gradients: nothing is saved
         return out, None, *lengths, None, None, None
@@ -157,25 +155,20 @@ def sdpa_cudnn(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, 
 def sdpa_cudnn_backward(grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q,
                         cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None):
     _leave_if(dropout_p, cum_seq_q is not None)
-    bias = _cudnn_bias(attn_bias, query, is_causal)
+    bias = _bias(attn_bias, query, is_causal)
     lse = logsumexp.squeeze(-1) if logsumexp is not None and logsumexp.ndim == 4 else logsumexp
     return tuple(_gradients(grad_out, query, key, value, out, lse, scale, TOP_LEFT[is_causal], bias)[:3])
 
 
-def _cudnn_bias(attn_bias, query, is_causal):
+def _bias(attn_bias, query, is_causal):
     """attn_bias, (Sq, Sk), (1, Sq, Sk) or (B, 1 or H, Sq, Sk), as a view of four dimensions, or None. A bias together
     with is_causal stays with torch: scaled_dot_product_attention never gives both."""
     _leave_if(query.ndim != 4)
     if attn_bias is None:
         return None
-    _leave_if(is_causal, not _is_taken(attn_bias, query), attn_bias.ndim not in (2, 3, 4),
+    _leave_if(is_causal, attn_bias.dtype not in (query.dtype, torch.float32), attn_bias.ndim not in (2, 3, 4),
               attn_bias.ndim == 3 and attn_bias.shape[0] != 1)
     return attn_bias[(None,) * (4 - attn_bias.ndim)]
-
-
-def _is_taken(bias, query):
-    """Whether our kernels add a bias of this dtype: also float32, which torch's memory-efficient kernel refuses."""
-    return bias.dtype in (query.dtype, torch.float32)
 
 
 def sdpa_efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
@@ -202,10 +195,9 @@ def sdpa_efficient_backward(grad_out_, query, key, value, attn_bias, out, logsum
 
 def _check_efficient(query, key, attn_bias, dropout_p, is_causal):
     """ValueError unless heads are those of torch's kernel, our kernels take the bias, and there are tensor cores."""
-    _leave_if(dropout_p, query.ndim != 4, key.shape[1] != query.shape[1])
+    _leave_if(dropout_p, key.shape[1] != query.shape[1], attn_bias is not None and attn_bias.ndim != 4)
     _leave_if(query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0))
-    if attn_bias is not None:
-        _leave_if(attn_bias.ndim != 4, is_causal, not _is_taken(attn_bias, query))
+    _bias(attn_bias, query, is_causal)
 
 
 def _rows_before_heads(x):

@@ -9,7 +9,7 @@ from torch.distributed.tensor.experimental import context_parallel
 
 import ranks
 from minimal_attn.distributed import attention, shard, shard_labels, shard_positions, unshard
-from minimal_attn.distributed.calls import LONG, Document, calls_of, length, pieces_of
+from minimal_attn.distributed.calls import LONG, Document, calls_of, length
 from minimal_attn.distributed.layout import Chunk, Shards
 from minimal_attn.distributed.padding import dropout_padding
 from minimal_attn.options import Lengths
@@ -75,7 +75,7 @@ def drawn_sequence(draw):
     bounds = [0, *bounds] if bounds else [0, size * rows]
     window = draw.choice([(-1, -1), (-1, 0), (draw.randint(0, 9), draw.choice([-1, 0, draw.randint(0, 9)])),
                           (-1, draw.randint(0, 9))])
-    documents = [Document(*ends, number) for number, ends in enumerate(zip(bounds, bounds[1:]))]
+    documents = tuple(Document(*ends, number) for number, ends in enumerate(zip(bounds, bounds[1:])))
     return Shards(None, draw.randrange(size), size, layout), rows, documents, window
 
 
@@ -146,13 +146,13 @@ def test_calls_see_every_key_once(share_keys, has_dropout):
         more = padding.keys_after
         of_ranks = [(padding.key_chunks(rank), num_rows + more * shards.chunks_per_rank, more)
                     for rank in range(shards.size)]
-        of_all = [([Chunk(0, total, 0)], total, 0)]
+        of_all = [((Chunk(0, total, 0),), total, 0)]
         for sources, long in itertools.product((of_ranks, of_all), (LONG, 6)):
             seen = torch.zeros(num_rows, total + more, dtype=torch.int)
             for key_chunks, num_keys, behind in sources:
                 key_places = places_in(key_chunks, num_keys, behind)
-                pieces = pieces_of(padding.row_chunks(), key_chunks, documents, window, has_dropout)
-                calls = calls_of(pieces, 1, len(row_places), num_keys, share_keys, long)
+                calls = calls_of(padding.row_chunks(), key_chunks, documents, window, has_dropout, 1, len(row_places),
+                                 num_keys, share_keys, long)
                 for call in calls:
                     seen.index_add_(1, key_places, seen_in(call, len(row_places), num_keys)[own])
                     if has_dropout:
@@ -169,8 +169,9 @@ def test_ring_makes_few_calls():
     """Zigzag and causal, without documents: one kernel in a step, two for the gradients where rows share keys."""
     shards = Shards(None, 1, 4, "zigzag")
     for source in range(4):
-        pieces = pieces_of(shards.chunks(1, 8), shards.chunks(source, 8), [Document(0, 32)], (-1, 0))
-        counts = [len(calls_of(pieces, 1, 8, 8, share_keys)) for share_keys in (True, False)]
+        chunks = shards.chunks(1, 8), shards.chunks(source, 8)
+        counts = [len(calls_of(*chunks, (Document(0, 32),), (-1, 0), False, 1, 8, 8, share_keys))
+                  for share_keys in (True, False)]
         assert counts == ([1, 2] if source <= 1 else [1, 1])
 
 
