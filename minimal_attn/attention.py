@@ -159,8 +159,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     if max_seqlen_q is not None or max_seqlen_k is not None:
         check_max_seqlens(max_seqlen_q, max_seqlen_k)
     if (seq_lens is q_descale is k_descale is v_descale is alibi_slopes is attn_bias is None
-            and attention_chunk == 0 and return_max_logits is False):
-        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, window_size,
+            and return_max_logits is False):
+        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, window_size, attention_chunk,
                            (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
         if result is not None:
             return result
@@ -171,12 +171,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     return attend(q, k, v, given, causal, window_size, backend, seq_lens, max_seqlen_k)
 
 
-def fast_path(q, k, v, causal, sm_scale, seq_major, return_lse, deterministic, window_size, lengths, sinks, dropout_p,
-              softcap, backend):
+def fast_path(q, k, v, causal, sm_scale, seq_major, return_lse, deterministic, window_size, attention_chunk, lengths,
+              sinks, dropout_p, softcap, backend):
     """The result of an everyday call on CUDA tensors, straight from C++, or None for all others. The call has no other
     options. seq_major: q is (B, Sq, H, D), or (Tq, H, D) with cu_seqlens_q."""
     if (is_compiling() or cuda._fast_forward is None or not (backend == "auto" or backend == "cuda")
-            or not (is_zero(dropout_p) and is_zero(softcap) and isinstance(deterministic, bool))):
+            or not (is_zero(attention_chunk) and is_zero(dropout_p) and is_zero(softcap))
+            or not isinstance(deterministic, bool)):
         return None
     return cuda._fast_forward(cuda._warn_slow, q, k, v, causal, sm_scale, seq_major, return_lse, deterministic,
                               window_size, lengths, sinks)
@@ -246,11 +247,12 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
 
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
-        "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for dropout
-        together with softcap, ALiBi or an attn_bias, where rows of q, k or v overlap, where a stride is 2^40
-        bytes or more, where there are no keys, and for an attn_bias of numbers that is float32, or whose rows are not
-        contiguous or do not start at multiples of 16 bytes. "dmma" (flash_dmma.cu, tensor cores for fp64): float32 with
-        head_dim 33 to 128 on GPUs of sm_90, without dropout, sinks, softcap, ALiBi and attn_bias.
+        "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for two of
+        dropout, return_max_logits, and scores with softcap, ALiBi or an attn_bias; where rows of q, k or v overlap,
+        where a stride is 2^40 bytes or more, where there are no keys, and for an attn_bias of numbers that is float32,
+        or whose rows are not contiguous or do not start at multiples of 16 bytes. "dmma" (flash_dmma.cu, tensor cores
+        for fp64): float32 with head_dim 33 to 128 on GPUs of sm_90, without dropout, sinks, softcap, ALiBi, attn_bias
+        and return_max_logits.
         These three need head_dims, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
         else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors.
         Another kernel may compute the gradients. On Hopper, those of calls in 16 bits, also with dropout, are "sm90"'s,

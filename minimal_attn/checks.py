@@ -594,7 +594,7 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     check_number("causal", causal)
     check_number("deterministic", given.deterministic)
     check_number("return_max_logits", given.return_max_logits)
-    check_number("attention_chunk", given.attention_chunk)
+    chunk = min(operator.index(check_number("attention_chunk", given.attention_chunk)), MAX_SEQLEN)
     scale = given.softmax_scale
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(check_number("sm_scale", scale, names))
     lengths = check_lengths(given.lengths, seq_lens, q, k, names) if is_whole else given.lengths
@@ -620,22 +620,21 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
         return x.contiguous()
 
     sinks = tensor("sinks", (torch.float64,) if q.dtype == torch.float64 else KERNEL_DTYPES)
-    slopes = tensor("alibi_slopes")
-    if wants_gradient(slopes):
+    if wants_gradient(given.alibi_slopes):
         raise ValueError("alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach()")
     if not (given.q_descale is given.k_descale is given.v_descale is None) and q.dtype not in FP8_DTYPES:
         raise ValueError(f"q_descale, k_descale and v_descale are for float8 inputs, and q is {q.dtype}")
     return given._replace(
-        sinks=sinks if sinks is None else sinks.to(sum_dtype(q.dtype)), alibi_slopes=slopes,
-        attn_bias=check_attn_bias(bias, q, k, lengths), softmax_scale=scale, softcap=softcap, window_left=left,
-        window_right=right, dropout_p=dropout_p, q_descale=tensor("q_descale"), k_descale=tensor("k_descale"),
-        v_descale=tensor("v_descale"),
-        dropout_seed=check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None)
+        softmax_scale=scale, softcap=softcap, window_left=left, window_right=right, attention_chunk=chunk,
+        sinks=sinks if sinks is None else sinks.to(sum_dtype(q.dtype)), attn_bias=check_attn_bias(bias, q, k, lengths),
+        dropout_p=dropout_p,
+        dropout_seed=check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None,
+        **{name: tensor(name) for name in ("alibi_slopes", "q_descale", "k_descale", "v_descale")})
 
 
 def is_zero(x):
-    """Whether x, a dropout_p or softcap, is a plain 0 and so needs no check. False equals 0, but has to be checked.
-    Defaults are ints, since torch.compile(dynamic=True) makes symbols of floats and then compiles twice."""
+    """Whether x, an option of which 0 is none, is a plain 0 and so needs no check. False equals 0, but has to be
+    checked. Defaults are ints, since torch.compile(dynamic=True) makes symbols of floats and then compiles twice."""
     return (type(x) is float or type(x) is int) and x == 0
 
 

@@ -205,8 +205,8 @@ class FlashMHA(nn.Module):
             attn_mask = (attn_mask & is_valid if attn_mask.dtype == torch.bool else
                          torch.where(is_valid, attn_mask, -math.inf))
         out = None
-        if seq_lens is attn_mask is None and self.attention_chunk == 0:
-            out = fast_path(q, k, v, self.causal, None, False, False, False, self.window_size,
+        if seq_lens is attn_mask is None:
+            out = fast_path(q, k, v, self.causal, None, False, False, False, self.window_size, self.attention_chunk,
                             (cu_seqlens, cu_seqlens, None, None), None, dropout_p, 0, self.backend)
         if out is None:
             given = Options(cu_seqlens, cu_seqlens, attn_bias=attn_mask, softmax_scale=None, dropout_p=dropout_p,

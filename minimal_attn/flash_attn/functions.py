@@ -19,7 +19,6 @@ Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 NAMES = {name: {"function": name, "sm_scale": "softmax_scale"} for name in (
     "flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")}
-NO_LENGTHS = (None,) * 4
 NAMES["flash_attn_varlen_qkvpacked_func"] |= {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens"),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")}
@@ -62,10 +61,9 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(_names, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
-    if (alibi_slopes is out is q_descale is k_descale is v_descale is qv is score_mod is mask_mod is aux_tensors is None
-            and attention_chunk == 0):
-        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size, NO_LENGTHS,
-                           sinks, dropout_p, softcap, backend)
+    if alibi_slopes is out is q_descale is k_descale is v_descale is qv is score_mod is mask_mod is aux_tensors is None:
+        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size,
+                           attention_chunk, (None,) * 4, sinks, dropout_p, softcap, backend)
         if result is not None:
             return (*result, None) if return_attn_probs else result
     refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, score_mod=score_mod,
@@ -117,10 +115,10 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     check_max_seqlens(max_seqlen_q, max_seqlen_k, _names)
     return_lse = return_lse or return_softmax_lse or return_attn_probs
     if (alibi_slopes is block_table is page_table is out is q_descale is k_descale is v_descale is qv is score_mod
-            is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k is gather_kv_indices is None
-            and attention_chunk == 0):
+            is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k is gather_kv_indices is None):
         result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size,
-                           (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
+                           attention_chunk, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p,
+                           softcap, backend)
         if result is not None:
             return (*result, None) if return_attn_probs else result
     refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, score_mod=score_mod,
