@@ -254,13 +254,12 @@ def _compiled(verbose):
     from torch.utils import cpp_extension
 
     env = environment()
-    directory, files = build_directory(), recipe()
-    start, began = time.monotonic(), time.time()
+    directory, files, start = build_directory(), recipe(), time.time()
     # torch counts a build that failed or was interrupted as done, and would not try again in this process.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(NAME, None)
 
     def progress():
-        done = sum(file.stat().st_mtime >= began for file in directory.glob("*.o"))
+        done = sum(file.stat().st_mtime >= start for file in directory.glob("*.o"))
         target = env.get("TORCH_CUDA_ARCH_LIST", "the CPU")
         return f"compiling csrc for {target}: {done} of at most {len(files['sources'])} files"
 
@@ -274,7 +273,7 @@ def _compiled(verbose):
                            "can be written.") from error
     except ImportError as error:
         raise RuntimeError(f"csrc was built in {directory} and does not load: {error}") from error
-    if (seconds := time.monotonic() - start) > 1:
+    if (seconds := time.time() - start) > 1:
         print(f"minimal_attn: csrc is ready after {seconds:.1f} s", file=sys.stderr, flush=True)
     return module
 
@@ -324,16 +323,14 @@ def _turn(directory):
 
 @contextlib.contextmanager
 def _saying(text):
-    """Say text() on stderr if what follows takes more than a second, and every ten seconds if it has changed."""
+    """Say text() on stderr after the first second of what follows, and then every ten."""
     ended = threading.Event()
 
     def speak():
-        said, pause = None, 1
+        pause = 1
         while not ended.wait(pause):
-            line, pause = f"minimal_attn: {text()}", 10
-            if line != said:
-                print(line, file=sys.stderr, flush=True)
-            said = line
+            print("minimal_attn:", text(), file=sys.stderr, flush=True)
+            pause = 10
 
     speaker = threading.Thread(target=speak, daemon=True)
     speaker.start()
