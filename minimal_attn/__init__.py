@@ -1,7 +1,4 @@
-"""Attention for PyTorch in a few CUDA C++ and Triton kernels that are written to be read, behind one function.
-
-Read next: attention.py, the facade; then csrc/flash.cu, the kernel.
-"""
+"""Attention for PyTorch in a few CUDA C++ and Triton kernels that are written to be read, behind one function."""
 
 import sys
 

@@ -2,9 +2,8 @@
 
 load() is the one way in. It returns the library the process already has; else the minimal_attn._C that was built at
 installation; else the library of the wheel; else it compiles csrc into a folder of this environment in torch's
-extensions directory, where later processes find it up to date.
-setup.py and tools/build_wheel.py take sources and flags from here. Read next: stable.py, the library of the wheel;
-backends/ops.py, the derivative of the ops that csrc defines; ../csrc/main.cpp.
+extensions directory, where later processes find it up to date. setup.py and tools/build_wheel.py take sources and flags
+from here.
 """
 import contextlib
 import hashlib

@@ -1,7 +1,6 @@
 """The facade: one function, several backends behind it, one table of them.
 
-flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors. Read next:
-flash_attn/, the same call as flash-attn spells it; checks.py.
+flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors.
 """
 
 from collections.abc import Sequence

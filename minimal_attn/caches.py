@@ -1,8 +1,7 @@
 """Caches of keys and values, as models that generate text have them: the facade of attention and of appending.
 
 A cache is one tensor of many sequences, or a pool of pages that a table gives to samples (Kwon et al., PagedAttention,
-2023, section 4). Read next: reference/pages.py and append.py, what it means in plain torch;
-flash_attn/kvcache.py, the same by flash-attn's names.
+2023, section 4).
 """
 
 from torch import Tensor

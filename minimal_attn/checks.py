@@ -6,7 +6,7 @@ caller does (`names` has what a caller calls our arguments, where that is anothe
 allowed. What is no dense tensor or of a wrong type or dtype is a TypeError, and everything else a ValueError.
 
 Values of tensors are checked where that needs no wait for a GPU. Kernels clamp all others, so that a bad one reads
-nothing outside its tensor. Read next: backends/auto.py, which backend serves a call.
+nothing outside its tensor.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""The command minimal-attn, also python -m minimal_attn: what is here, is it right, how fast is it?
-
-Read next: command/ and bench/, which do the work.
-"""
+"""The command minimal-attn, also python -m minimal_attn: what is here, is it right, how fast is it?"""
 
 import argparse
 import os

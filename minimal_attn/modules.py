@@ -1,7 +1,7 @@
 """Multi-head self-attention as a module: one projection to q, k and v, flash_attention, one projection of its result.
 
 Vaswani et al., Attention Is All You Need, 2017, section 3.2.2. With fewer key/value heads than query heads it is the
-grouped-query attention of Ainslie et al., GQA, 2023. Read next: attention.py, for flash_attention.
+grouped-query attention of Ainslie et al., GQA, 2023.
 """
 
 import math

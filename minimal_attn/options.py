@@ -1,6 +1,6 @@
 """The interface between the facade and its backends: the options of a call, and the class of a backend.
 
-This file imports nothing else of the project. Read next: backends/, which get them.
+This file imports nothing else of the project.
 """
 
 import sys

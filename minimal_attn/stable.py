@@ -2,8 +2,6 @@
 
 Library has what the module of csrc/main.cpp has, so that backends/cuda.py need not know which one it calls. The fast
 path and the derivative need more of torch than its stable ABI has, and so are in Python here.
-
-Read next: backends/ops.py, the shapes and the derivative; ../csrc/binding/stable.cpp, the library.
 """
 
 import ctypes

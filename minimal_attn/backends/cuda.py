@@ -1,7 +1,4 @@
-"""backend="cuda": the way to csrc, and the choice of one of its kernels.
-
-Read next: ../_build.py, which compiles and loads csrc; ops.py, the derivative; ../../csrc/main.cpp and flash.cu.
-"""
+"""backend="cuda": the way to csrc, and the choice of one of its kernels."""
 
 import functools
 

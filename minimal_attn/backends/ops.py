@@ -7,8 +7,6 @@ Options.of_op. mode is the one bool that both ops of an implementation take: csr
 
 The dispatcher's Python part costs more than a small attention takes. ../../csrc/binding/autograd.cpp and
 ../../triton_ref/ops.py therefore go past it where nothing traces or watches.
-
-Read next: ../../csrc/main.cpp, csrc's ops; flops.py, what they count for.
 """
 
 import functools

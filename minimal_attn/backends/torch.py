@@ -1,7 +1,4 @@
-"""backend="torch": scaled_dot_product_attention, brought to the conventions of this project.
-
-Read next: ../reference/definition.py, the same in plain torch.
-"""
+"""backend="torch": scaled_dot_product_attention, brought to the conventions of this project."""
 
 import math
 

@@ -1,7 +1,4 @@
-"""backend="triton": the way to triton_ref, which needs Triton and is therefore imported on first use.
-
-Read next: ../../triton_ref/ops.py, which is called here; ../../triton_ref/attention.py, the kernel.
-"""
+"""backend="triton": the way to triton_ref, which needs Triton and is therefore imported on first use."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,7 @@
 """The command `info`: prints the GPU, versions, backends, which kernel serves which input, and where builds and choices
 are kept.
 
-It compiles nothing. Read next: ../attention.py, the backends; ../_build.py, the builds.
+It compiles nothing.
 """
 
 import importlib.util

@@ -1,8 +1,7 @@
 """The functions of flash_attn.flash_attn_interface of flash-attn 2 that we have, under its names, and two of
 flash-attn 3.
 
-For code that imports flash-attn by these names. Read next: bert_padding.py; install.py, which makes
-`import flash_attn` find both.
+For code that imports flash-attn by these names.
 """
 
 from torch import Tensor

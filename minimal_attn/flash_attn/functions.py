@@ -1,7 +1,6 @@
 """The functions of flash-attn, by their names and in the order of flash-attn 2, over flash_attention.
 
 What flash-attn 3, flash-attn 4 and vLLM add to them are keywords. Some tune kernels of theirs and change nothing here.
-Read next: kvcache.py, those of caches; ../reference/packed.py, packed batches.
 """
 
 import inspect

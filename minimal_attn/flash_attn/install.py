@@ -1,8 +1,7 @@
 """install_as_flash_attn: `import flash_attn` finds our functions, for code that cannot be changed.
 
 One finder on sys.meta_path answers for the three modules that there are, and tells importlib.metadata of a distribution
-"flash-attn", since libraries ask both whether flash-attn is there, and which version. Read next:
-flash_attn_interface.py.
+"flash-attn", since libraries ask both whether flash-attn is there, and which version.
 """
 
 import importlib.abc

@@ -1,6 +1,6 @@
 """The functions of flash-attn 3 for caches of keys and values, by their names and in its order.
 
-What flash-attn 2, vLLM and SGLang call otherwise, or add, are keywords. Read next: ../caches.py, the facade.
+What flash-attn 2, vLLM and SGLang call otherwise, or add, are keywords.
 """
 
 import math

@@ -1,7 +1,6 @@
 """New keys and values of a cache in plain torch: their checks, their rotation and the writes into the cache.
 
-Su et al., RoFormer, 2021, is where the rotation is from; flash-attn rotates keys when it appends them. Read next:
-definition.py; ../../csrc/main.cpp.
+Su et al., RoFormer, 2021, is where the rotation is from; flash-attn rotates keys when it appends them.
 """
 
 import torch

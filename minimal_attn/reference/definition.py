@@ -2,8 +2,6 @@
 
 reference_attention forms all scores at once: slow, big, and plainly right. Every kernel is judged against it.
 blockwise_attention walks along the keys as the kernels do, to be read beside csrc/flash.cu.
-
-Read next: scores.py, what becomes of a score; dropout.py, which probabilities survive.
 """
 
 import functools

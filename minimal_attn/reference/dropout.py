@@ -3,7 +3,7 @@
 keep_mask numbers the elements of (B, H, Sq, Sk) and asks Philox-4x32-7, a random number generator without state, for
 their words. The result depends on no tile size, order of threads or other call, so a kernel that forms one tile at a
 time, forward or backward, drops what definition.py drops. A call that has a part of the elements is told where they
-begin: seed_with_origins. Read next: ../_build.py, which compiles csrc.
+begin: seed_with_origins.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Packed batches: samples of different lengths one after the other, without padding between them.
 
 unpad_input and pad_input go from a padded batch to a packed one and back. as_padded is for backends that know padded
-batches alone, with_own_keys for those without gradients of keys that samples share. Read next: ../checks.py.
+batches alone, with_own_keys for those without gradients of keys that samples share.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Masks and biases of scores: windows, lengths, ALiBi and attn_bias.
 
 The score of row i and key j is s = softmax_scale · q_i · k_j. With softcap it becomes softcap · tanh(s / softcap).
-ALiBi then subtracts slope · |i + seqlen_k - seqlen_q - j|, and a bias is added. A mask hides scores. Read next:
-definition.py, which forms all scores.
+ALiBi then subtracts slope · |i + seqlen_k - seqlen_q - j|, and a bias is added. A mask hides scores.
 """
 
 import math

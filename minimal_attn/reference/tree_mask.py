@@ -1,8 +1,8 @@
 """Tree masks: which of a sample's new tokens see each other, where a draft for speculative decoding branches.
 
-A draft of up to 64 tokens is a tree: a token sees itself and the tokens on its way to the root (Miao et al.,
-SpecInfer, 2024). All of them see the keys before the new ones. Kernels take a tree mask as words: bit j of the word of
-a token says whether it sees the j-th new key. Read next: definition.py, which takes it as a bias.
+A draft of up to 64 tokens is a tree: a token sees itself and the tokens on its way to the root (Miao et al., SpecInfer,
+2024). All of them see the keys before the new ones. Kernels take a tree mask as words: bit j of the word of a token
+says whether it sees the j-th new key.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """How long a function takes and what memory it needs: the one timer of the project, and a runner that compares.
 
-On a GPU every call starts with a cold L2 and is timed by events of the stream; elsewhere by the clock. Read next:
-../bench/, which measures every attention of this machine with it; validation.py, whether results are right.
+On a GPU every call starts with a cold L2 and is timed by events of the stream; elsewhere by the clock.
 """
 
 import functools

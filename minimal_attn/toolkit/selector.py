@@ -1,7 +1,4 @@
-"""Which kernel is the right one here, and with which tiles: what the kernels use, read from their own tables.
-
-Read next: ../attention.py, which chooses at every call; ../../triton_ref/attention.py and matmul.py, the tables.
-"""
+"""Which kernel is the right one here, and with which tiles: what the kernels use, read from their own tables."""
 
 import functools
 from collections.abc import Callable
