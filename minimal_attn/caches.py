@@ -94,8 +94,7 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
         name = "triton"
     chosen = BACKENDS[name]
     check_dtype(q, cache_dtypes(chosen))
-    if cache.max_seqlen_q is not None:
-        check_number("max_seqlen_q", cache.max_seqlen_q)
+    check_number("max_seqlen_q", cache.max_seqlen_q)
     check_number("num_splits", cache.num_splits)
     options = checked_options(given, q, k_cache, causal, window_size, names=names, is_whole=False)
     has_window = options.window != NO_WINDOW or options.attention_chunk > 0

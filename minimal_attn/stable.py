@@ -32,10 +32,8 @@ def why_not(on_gpu=False):
             "pip install 'torch>=2.11,<3'"
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         return f"the wheel of minimal_attn is for processors with AVX2, and torch finds none here: {FROM_SOURCES}"
-    return _why_not_gpus() if on_gpu else None
-
-
-def _why_not_gpus():
+    if not on_gpu:
+        return None
     if not torch.version.cuda:
         return f"torch {torch.__version__} is a build without CUDA: install a torch for CUDA {CUDA}"
     if torch.version.cuda.split(".")[0] != CUDA:
@@ -90,13 +88,15 @@ class Library:
             return None
         attend = self.differentiable_forward if needs_grad else self.flash_forward
         scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-        left, right = (-1 if side is None else side for side in window_size)
-        heads_first = [x.transpose(-3, -2) for x in (q, k, v)] if seq_major else [q, k, v]
+        window = [-1 if side is None else side for side in window_size]
+        window[1] = 0 if causal else window[1]
+        if seq_major:
+            q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
         if seq_major and is_packed:
-            heads_first = [x.unsqueeze(0) for x in heads_first]
+            q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         try:
-            out, lse, _, slow_because = attend(*heads_first, *lengths, sinks, None, None, scale, 0.0, left,
-                                               0 if causal else right, 0, 0.0, None, False, deterministic)
+            out, lse, _, slow_because = attend(q, k, v, *lengths, sinks, None, None, scale, 0.0, *window, 0, 0.0, None,
+                                               False, deterministic)
         except ValueError:  # the checks in Python say it in the words of the caller
             return None
         if slow_because:

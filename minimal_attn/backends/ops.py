@@ -1,9 +1,9 @@
 """The derivative of an attention op, and the shapes that torch.compile asks for: the same for csrc and for Triton.
 
 An op forward(q, k, v, *options, mode, ...) gives (out, lse, max_logits), the last one empty if it is not asked for, and
-backward(dout, dlse, q, k, v, out, lse, *options,
-mode, need_dq, need_dkv, need_dsinks, need_dbias) gives (dq, dk, dv, dsinks, dbias). The options are those of
-Options.of_op. mode is the one bool that both ops of an implementation take: csrc's deterministic, Triton's autotune.
+backward(dout, dlse, q, k, v, out, lse, *options, mode, need_dq, need_dkv, need_dsinks, need_dbias) gives (dq, dk, dv,
+dsinks, dbias). The options are those of Options.of_op. mode is the one bool that both ops of an implementation take:
+csrc's deterministic, Triton's autotune.
 
 The dispatcher's Python part costs more than a small attention takes. ../../csrc/binding/autograd.cpp and
 ../../triton_ref/ops.py therefore go past it where nothing traces or watches.
@@ -33,7 +33,7 @@ def save(ctx, inputs, output):
 
 
 def backward_of(run, backend):
-    """(ctx, dout, dlse, None) -> the gradients of an op's inputs, by run, which takes the arguments of a backward op."""
+    """(ctx, dout, dlse, None) -> the gradients of an op's inputs, by run, which takes what a backward op takes."""
 
     def backward(ctx, dout, dlse, _):
         out, lse, *tensors = ctx.saved_tensors
@@ -54,10 +54,6 @@ def backward_of(run, backend):
         return tuple(of_inputs)
 
     return backward
-
-
-def _decode_shapes(q, k, v, *options, **more_options):
-    return empty_outputs(q, v)
 
 
 def _forward_shapes(q, k, v, *options, **more_options):
@@ -95,7 +91,7 @@ def register(forward, backward, run, backend):
 def register_csrc(run=None):
     """Register csrc's ops. Call it once, after the library that defines them is loaded. run: a function that the
     backward pass calls in place of the op flash_backward."""
-    torch.library.register_fake("minimal_attn::flash_decode", _decode_shapes)
+    torch.library.register_fake("minimal_attn::flash_decode", lambda q, k, v, *options, **more: empty_outputs(q, v))
     torch.library.register_fake("minimal_attn::append_kvcache", append_shapes)
     register_flops("flash_decode", decode_flops)
     register("minimal_attn::flash_forward", "minimal_attn::flash_backward",

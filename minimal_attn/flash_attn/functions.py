@@ -162,8 +162,8 @@ OF_QKV, OF_VARLEN = ("q", "k", "v"), ("q", "k", "v", "cu_seqlens_q", "cu_seqlens
 def flash_attn_qkvpacked_func(qkv: Tensor, *args, **keywords) -> Result:
     """flash_attn_func of qkv (B, S, 3, H, D), which holds q, k and v; none is copied. All else as there."""
     names = NAMES["flash_attn_qkvpacked_func"]
-    q, k, v = _parts(names, "(B, S, 3, H, D)", 3, qkv=qkv)
-    return flash_attn_func(q, k, v, *args, **keywords, _names=names)
+    check_layout(names, "(B, S, 3, H, D)", 3, qkv=qkv)
+    return flash_attn_func(*qkv.unbind(-3), *args, **keywords, _names=names)
 
 
 @_passes_on_to(flash_attn_func, *OF_QKV)
@@ -171,8 +171,8 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **keywords) -> Result
     """flash_attn_func of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), which holds k and v; none is copied. All else as
     there."""
     names = NAMES["flash_attn_kvpacked_func"]
-    k, v = _parts(names, "(B, S, 2, H, D)", 2, kv=kv)
-    return flash_attn_func(q, k, v, *args, **keywords, _names=names)
+    check_layout(names, "(B, S, 2, H, D)", 2, kv=kv)
+    return flash_attn_func(q, *kv.unbind(-3), *args, **keywords, _names=names)
 
 
 @_passes_on_to(flash_attn_varlen_func, *OF_VARLEN, "max_seqlen_q", "max_seqlen_k")
@@ -180,8 +180,8 @@ def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen
                                      **keywords) -> Result:
     """flash_attn_varlen_func of qkv (T, 3, H, D), which holds q, k and v; none is copied. All else as there."""
     names = NAMES["flash_attn_varlen_qkvpacked_func"]
-    q, k, v = _parts(names, "(T, 3, H, D)", 3, qkv=qkv)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **keywords,
+    check_layout(names, "(T, 3, H, D)", 3, qkv=qkv)
+    return flash_attn_varlen_func(*qkv.unbind(-3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **keywords,
                                   _names=names)
 
 
@@ -191,8 +191,8 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor,
     """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hk, D), which holds k and v; none is copied. All else as
     there."""
     names = NAMES["flash_attn_varlen_kvpacked_func"]
-    k, v = _parts(names, "(T, 2, H, D)", 2, kv=kv)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *args, **keywords, _names=names)
+    check_layout(names, "(T, 2, H, D)", 2, kv=kv)
+    return flash_attn_varlen_func(q, *kv.unbind(-3), cu_seqlens_q, cu_seqlens_k, *args, **keywords, _names=names)
 
 
 def refuse(names, **arguments):
@@ -217,13 +217,6 @@ def check_layout(names, layout, num_parts=None, **tensors):
         check_tensor(name, x)
         if x.ndim != layout.count(",") + 1 or num_parts and x.shape[-3] != num_parts:
             raise ValueError(f"{names['function']}: {name} must be {layout}, got {tuple(x.shape)}")
-
-
-def _parts(names, layout, num_parts, **tensor):
-    """The parts of a tensor of that layout, whose third dimension from the end numbers them."""
-    check_layout(names, layout, num_parts, **tensor)
-    x, = tensor.values()
-    return x.unbind(-3)
 
 
 def check_out(out, dtype, shape, device, *inputs):
