@@ -2,8 +2,7 @@
 
 load() is the one way in. It returns the library the process already has; else the minimal_attn._C that was built at
 installation; else the library of the wheel; else it compiles csrc into a folder of this environment in torch's
-extensions directory, where later processes find it up to date. setup.py and tools/build_wheel.py take sources and flags
-from here.
+extensions directory, where later processes find it. setup.py and tools/build_wheel.py take sources and flags from here.
 """
 import contextlib
 import hashlib
@@ -136,8 +135,7 @@ def recipe():
                          *(["-march=x86-64-v3"] if has_fma else []), f"-DMINIMAL_ATTN_TORCH={torch.__version__}",
                          f"-DMINIMAL_ATTN_CUDA={int(cuda)}"],
         # No --use_fast_math: fp32 means fp32, and a kernel that wants a fast intrinsic calls it by name.
-        # Compressed, the code for the GPU takes half the space. -split-compile=0 optimizes the kernels of a file on all
-        # cores at once.
+        # Compressed, GPU code takes half the space. -split-compile=0 optimizes the kernels of a file on all cores.
         "extra_cuda_cflags": ["-O3", "-std=c++20", "-split-compile=0", "-Xptxas=-warn-spills",
                               "-Xfatbin=-compress-all"],
         "extra_ldflags": ["-pthread", "-s"],  # -s: without the table of symbols, which only a debugger reads
@@ -157,8 +155,7 @@ def cuda_archs():
 
 
 def environment():
-    """Environment variables for a build: a PATH with ninja, also where Python was called by its path, and the list of
-    GPUs."""
+    """Environment variables for a build: a PATH with ninja, even if Python was called by its path, and the GPUs."""
     env = {"PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])}
     if cannot_build_cuda() is None:
         env["TORCH_CUDA_ARCH_LIST"] = cuda_archs()

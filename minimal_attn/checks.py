@@ -48,16 +48,14 @@ def sum_dtype(dtype):
 
 
 def empty_like(x, dtype=None):
-    """x's shape and order of dimensions, the last one contiguous, to be written; as new_like in
-    csrc/ops/forward.h."""
+    """x's shape and order of dimensions, the last one contiguous, to be written."""
     like = torch.empty_like(x, dtype=dtype)
     # x may overlap itself, as sliding windows do.
     return like if is_known(like.stride(-1) == 1) else torch.empty(x.shape, dtype=like.dtype, device=x.device)
 
 
 def empty_outputs(q, v):
-    """out like q, in bfloat16 if q is fp8 and with v's head_dim, and lse (B, H, Sq) in fp32, fp64 if q is, to be
-    written."""
+    """out like q, with v's head_dim, in bfloat16 for fp8, and lse (B, H, Sq), in fp32 or fp64, to be written."""
     head_dim = v.shape[-1]
     # Another head_dim: q's order of dimensions, without gaps.
     like = q if is_known(q.shape[-1] == head_dim) else q[..., :1].expand(*q.shape[:-1], head_dim)
@@ -78,8 +76,7 @@ def holds(condition):
 
 
 def is_known(condition):
-    """Whether a condition on sizes is sure to hold. While torch traces, it has to hold for all values that the sizes
-    may have, and no guard is made."""
+    """Whether a condition holds for all values that sizes may have while torch traces. No guard is made."""
     if not _may_be_symbol(condition):
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -195,8 +192,7 @@ NUMBERS = {
 
 
 def check_number(name, x, names=OWN):
-    """x, real numbers as a float, if its row in NUMBERS allows it; TypeError for another type, ValueError for another
-    value."""
+    """x, real numbers as a float, if its row in NUMBERS allows its type (else TypeError) and its value (ValueError)."""
     row, called = NUMBERS[name], names.get(name, name)
     if not row.is_it(x):
         instead = "; masks are called attn_bias" if name == "causal" and isinstance(x, torch.Tensor) else ""
@@ -225,8 +221,7 @@ def check_choice(what, x, choices):
 
 # Tensors.
 
-# Subclasses with a __torch_dispatch__ that are served: those of tracing, and what collectives give, which waits where
-# it is first used.
+# Subclasses with a __torch_dispatch__ that are served: those of tracing, and what collectives give until it is used.
 DISPATCHED = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
 
 
@@ -328,8 +323,7 @@ def check_tensor_of(name, x, device, sizes=OWN, names=OWN, *, dtypes=None, shape
 
 
 def check_alike(dtypes, names=OWN, **tensors):
-    """TypeError unless these are dense tensors of one dtype, which is one of dtypes; ValueError unless they are on one
-    device."""
+    """TypeError unless these are dense tensors of one dtype of dtypes; ValueError unless they are on one device."""
     (first, x), *_ = tensors.items()
     for name, y in tensors.items():
         check_tensor(names.get(name, name), y)
@@ -376,8 +370,7 @@ def check_head_dim(head_dim, of=""):
 
 
 def check_heads(q, k, v, names=OWN, k_name="k", v_name="v"):
-    """ValueError unless the heads and head dimensions of three tensors fit together, of 4 dimensions or of 3, without
-    heads."""
+    """ValueError unless the head_dims of three tensors fit together and, if they have 4 dimensions, the heads."""
     check_head_dim(q.shape[-1])
     check_head_dim(v.shape[-1])
     if not same_sizes(k.shape[:-1], v.shape[:-1]):

@@ -56,8 +56,7 @@ _host_forward_cached = over_gathered(_forward)
 
 
 def can_read_cache(q, k_cache, v_cache):
-    """Whether backend="cuda" serves tensors of these dtypes, head_dims, strides and addresses. Addresses are not known
-    while torch.compile traces."""
+    """Whether backend="cuda" serves these dtypes, head_dims, strides and, unless torch.compile traces, addresses."""
     if not q.is_cuda:
         return True
     return q.dtype in ON_TENSOR_CORES and all(
@@ -119,8 +118,7 @@ def kernel_of(q, k, v, options):
         raise ValueError("which_kernel needs tensors with memory of their own: not on the device meta")
     if not q.is_cuda:
         return "host"
-    # A last dimension that is not contiguous is copied, to rows that are aligned as far as head_dim allows: such a
-    # tensor is made here too.
+    # As a call does, which copies what is not contiguous to rows that are aligned as far as head_dim allows.
     q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
     if options.lengths.is_packed:  # whose samples have no stride
         q, k, v = (x[0].unsqueeze(0) for x in (q, k, v))

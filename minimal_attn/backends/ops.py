@@ -72,8 +72,7 @@ def _backward_shapes(dout, dlse, q, k, v, out, lse, *given):
 
 
 def register(forward, backward, run, backend):
-    """Register shapes and FLOPs of the two ops named `forward` and `backward`, and the derivative of `forward`, which
-    calls run."""
+    """Register shapes and FLOPs of the two ops of these names, and the derivative of `forward`, which calls run."""
 
     def no_second_derivative(ctx, *gradients):
         raise NotImplementedError(f"backend={backend!r} has no second derivative: use backend='torch' with "

@@ -30,8 +30,7 @@ def _copied_if_needed(x):
 
 
 def _expanded_if_needed(mask, sizes):
-    """Expands mask along dimensions whose size only data will tell. Without that, SDPA would ask whether their size is
-    1, as it is in the mask."""
+    """Expands mask along dimensions whose size only data will tell: SDPA would ask whether it is 1, as in the mask."""
     is_decided = [is_static(n) or is_known(n > 1) for n in sizes[-mask.ndim:]]
     if all(is_decided):
         return mask

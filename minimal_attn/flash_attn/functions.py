@@ -43,8 +43,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
         window_size: (left, right) as flash_attention; None is (-1, -1).
         return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
         return_softmax_lse, return_lse: return (out, lse).
-        out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result is copied into it. Not
-            with gradients.
+        out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result goes there. No gradients.
         s_aux, learnable_sink, sinks: three names of the sinks (H,), those of flash-attn 3, flash-attn 4 and vLLM.
         q_descale, k_descale, v_descale, qv, score_mod, mask_mod, aux_tensors: only their defaults are supported.
         num_splits, pack_gqa, sm_margin, fa_version: change nothing.
@@ -160,7 +159,7 @@ OF_QKV, OF_VARLEN = ("q", "k", "v"), ("q", "k", "v", "cu_seqlens_q", "cu_seqlens
 
 @_passes_on_to(flash_attn_func, *OF_QKV)
 def flash_attn_qkvpacked_func(qkv: Tensor, *args, **keywords) -> Result:
-    """flash_attn_func of qkv (B, S, 3, H, D), which holds q, k and v; none is copied. All else as there."""
+    """flash_attn_func of qkv (B, S, 3, H, D), which holds q, k and v; none is copied."""
     names = NAMES["flash_attn_qkvpacked_func"]
     check_layout(names, "(B, S, 3, H, D)", 3, qkv=qkv)
     return flash_attn_func(*qkv.unbind(-3), *args, **keywords, _names=names)
@@ -168,8 +167,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *args, **keywords) -> Result:
 
 @_passes_on_to(flash_attn_func, *OF_QKV)
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **keywords) -> Result:
-    """flash_attn_func of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), which holds k and v; none is copied. All else as
-    there."""
+    """flash_attn_func of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), which holds k and v; none is copied."""
     names = NAMES["flash_attn_kvpacked_func"]
     check_layout(names, "(B, S, 2, H, D)", 2, kv=kv)
     return flash_attn_func(q, *kv.unbind(-3), *args, **keywords, _names=names)
@@ -178,7 +176,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **keywords) -> Result
 @_passes_on_to(flash_attn_varlen_func, *OF_VARLEN, "max_seqlen_q", "max_seqlen_k")
 def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor | None = None, *args,
                                      **keywords) -> Result:
-    """flash_attn_varlen_func of qkv (T, 3, H, D), which holds q, k and v; none is copied. All else as there."""
+    """flash_attn_varlen_func of qkv (T, 3, H, D), which holds q, k and v; none is copied."""
     names = NAMES["flash_attn_varlen_qkvpacked_func"]
     check_layout(names, "(T, 3, H, D)", 3, qkv=qkv)
     return flash_attn_varlen_func(*qkv.unbind(-3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **keywords,
@@ -188,8 +186,7 @@ def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen
 @_passes_on_to(flash_attn_varlen_func, *OF_VARLEN)
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *args,
                                     **keywords) -> Result:
-    """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hk, D), which holds k and v; none is copied. All else as
-    there."""
+    """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hk, D), which holds k and v; none is copied."""
     names = NAMES["flash_attn_varlen_kvpacked_func"]
     check_layout(names, "(T, 2, H, D)", 2, kv=kv)
     return flash_attn_varlen_func(q, *kv.unbind(-3), cu_seqlens_q, cu_seqlens_k, *args, **keywords, _names=names)
@@ -211,8 +208,7 @@ def one_of(names, **arguments):
 
 
 def check_layout(names, layout, num_parts=None, **tensors):
-    """TypeError unless these are dense tensors, ValueError unless they have so many dimensions, the third one from the
-    end of num_parts."""
+    """TypeError unless these are dense tensors, ValueError unless they have that layout, of num_parts parts."""
     for name, x in tensors.items():
         check_tensor(name, x)
         if x.ndim != layout.count(",") + 1 or num_parts and x.shape[-3] != num_parts:

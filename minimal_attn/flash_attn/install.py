@@ -76,8 +76,7 @@ def install_as_flash_attn() -> None:
 
 
 def uninstall_as_flash_attn() -> None:
-    """Undo install_as_flash_attn, from any thread. Code that has imported flash_attn keeps our functions. Without
-    install_as_flash_attn, it changes nothing."""
+    """Undo install_as_flash_attn, if it was called, from any thread. Code that has imported flash_attn keeps ours."""
     with _LOCK:
         if _FINDER not in sys.meta_path:
             return
