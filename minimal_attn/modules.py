@@ -156,8 +156,7 @@ class FlashMHA(nn.Module):
 
         Raises:
             As flash_attention or distributed.context_parallel_attention. RuntimeError: a key_padding_mask that packs
-            under CUDA graph capture. NotImplementedError: seq_lens, key_padding_mask or attn_mask with a
-            context_parallel_group.
+            under CUDA graph capture. NotImplementedError: a length or mask that a context_parallel_group excludes.
         """
         check_tensor("x", x)
         if sum(given is not None for given in (seq_lens, cu_seqlens, key_padding_mask)) > 1:

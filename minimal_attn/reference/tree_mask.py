@@ -58,8 +58,7 @@ def check_tree_mask(tree_mask, q, causal, others):
 
 
 def seen_in_tree(words, seqlen_k, lengths):
-    """Which keys of a padded batch a row sees by the words (B, Sq) of a tree mask, wherever rows and keys end: bool
-    (B, 1, Sq, Sk)."""
+    """Which keys of a padded batch a row sees by the words (B, Sq) of a tree mask: bool (B, 1, Sq, Sk)."""
     rows, cols, own = positions(words.shape[1], seqlen_k, lengths, words.device)
     new = cols - (own - rows)
     return (new < 0) | (words[:, None, :, None] >> new.clamp(0, MAX_TOKENS - 1) & 1).bool()

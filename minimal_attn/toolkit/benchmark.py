@@ -41,8 +41,7 @@ def benchmark_fn(fn: Callable, *args: Any, warmup: int = 25, rep: int = 100, qua
 
 
 def peak_bytes(fn: Callable, *args: Any, **kwargs: Any) -> int | None:
-    """Peak memory of one call in bytes, beyond what was allocated before it. The result counts. None without a GPU,
-    where torch does not count."""
+    """Peak memory of one call in bytes, with its result, beyond what was allocated before; None without a GPU."""
     gpu = _gpu_of(*args, *kwargs.values())
     if gpu is None:
         return None
@@ -132,8 +131,7 @@ class BenchmarkRunner:
 
     def print_comparison_table(self, results: list[BenchmarkResult] | None = None,
                                title: str = "Benchmark Results") -> None:
-        """Print results, self.results if None, each beside the last "PyTorch" of its size. ModuleNotFoundError
-        without rich."""
+        """Print results, or self.results, beside the last "PyTorch" of each size. ModuleNotFoundError without rich."""
         try:
             from rich.box import SIMPLE_HEAD
             from rich.console import Console

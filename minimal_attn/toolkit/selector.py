@@ -14,8 +14,7 @@ SIZE = 4096  # of the matrices that nothing is said about
 
 
 class AdaptiveKernelSelector:
-    """Chooses kernels for its `device`: GPU device_id, or the CPU where there is none. `gpu` has its GPUCapabilities,
-    or None for the CPU."""
+    """Chooses kernels for its `device`: GPU device_id, whose GPUCapabilities `gpu` is, or the CPU, with gpu None."""
 
     def __init__(self, device_id: int = 0):
         self.gpu = detect_gpu(device_id) if torch.cuda.is_available() else None
@@ -28,8 +27,7 @@ class AdaptiveKernelSelector:
         backend: "triton", "torch", or "auto": "triton" on a GPU that Triton serves, else "torch".
 
         Returns:
-            {"backend", "kernel"}, with "triton" also its tiles and launch options: those of its table, from which
-            autotuning may depart.
+            {"backend", "kernel"}, with "triton" also tiles and launch options, from which autotuning may depart.
 
         Raises:
             ValueError: another backend. TypeError: a wrong dtype. ModuleNotFoundError: no Triton.
