@@ -9,6 +9,7 @@ Values of tensors are checked where that needs no wait for a GPU. Kernels clamp 
 nothing outside its tensor.
 """
 
+import itertools
 import math
 import numbers
 import operator
@@ -268,17 +269,15 @@ TENSORS = {
     "page_table": Rule((torch.int32,), (("B", "max_pages"),), ROWS),
     "sinks": Rule((), (("H",),)),
     "alibi_slopes": Rule((torch.float32,), (("H",), ("B", "H"))),
-    "attn_bias": Rule(),
-    "q_descale": DESCALE, "k_descale": DESCALE, "v_descale": DESCALE,
+    **dict.fromkeys(("attn_bias", "tree_mask", "lse_partial"), Rule()),
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), DESCALE),
+    **dict.fromkeys(("rotary_cos", "rotary_sin"), ROTARY),
+    **dict.fromkeys(("attention_mask", "unused_mask", "key_padding_mask"), MASK),
     "dropout_seed": Rule((torch.int64,), (("1 or 1 + 4 B",),)),
-    "tree_mask": Rule(),
-    "rotary_cos": ROTARY, "rotary_sin": ROTARY,
     "cu_seqlens": Rule((torch.int32,), (("N + 1",),)),  # of context parallelism
     "tokens": Rule((torch.int64,), (("B", "S"),)),
     "slot_mapping": Rule((torch.int64,), (("T",),), CONTIGUOUS),
     "indices": Rule((torch.int64,)),
-    "attention_mask": MASK, "unused_mask": MASK, "key_padding_mask": MASK,
-    "out": Rule(), "lse_partial": Rule(),
 }
 
 
@@ -681,14 +680,12 @@ def check_matmul(a, b, block_m, block_n, block_k):
             raise ValueError(f"{name} must be a power of two from 16 to {limit}, the dimension {size} rounded up to a "
                              f"multiple of 16, got {shown(block)}")
     if None not in (block_m, block_n, block_k):
-        check_tile(a.dtype, block_m=block_m, block_n=block_n)
-        check_tile(a.dtype, block_m=block_m, block_k=block_k)
-        check_tile(a.dtype, block_n=block_n, block_k=block_k)
+        check_tile(a.dtype, block_m=block_m, block_n=block_n, block_k=block_k)
 
 
 def check_tile(dtype, **blocks):
-    """ValueError if a tile of two blocks is more than registers hold, and more than a compiler is done with in time."""
-    (name1, block1), (name2, block2) = blocks.items()
+    """ValueError if a tile of two of the blocks is more than registers hold, and than a compiler does in time."""
     limit = MAX_TILE // (4 if dtype == torch.float32 else 1)
-    if block1 * block2 > limit:
-        raise ValueError(f"{name1} times {name2} must not exceed {limit} in {dtype}, got {block1} and {block2}")
+    for (name1, block1), (name2, block2) in itertools.combinations(blocks.items(), 2):
+        if block1 * block2 > limit:
+            raise ValueError(f"{name1} times {name2} must not exceed {limit} in {dtype}, got {block1} and {block2}")

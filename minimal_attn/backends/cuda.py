@@ -35,20 +35,19 @@ def _forward(q, k, v, options):
                         "on a GPU are float32, float16, bfloat16")
     _load_ops()
     inputs = q, k, v, *options[:OF_OP + 1]
-    if not is_eager(q, k, v, *options.tensors):
+    if is_eager(q, k, v, *options.tensors):
+        library = _build.load()
+        needs_grad = any(map(wants_gradient, (q, k, v, *options.differentiable)))
+        attend = library.differentiable_forward if needs_grad else library.flash_forward
+        *output, slow_because = attend(*inputs)
+    else:
+        output, slow_because = torch.ops.minimal_attn.flash_forward(*inputs), None  # which does not say it
         if q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor:
             choice = _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
-            if choice and choice[1]:
-                _warn_slow(choice[1])
-        out, lse, max_logits = torch.ops.minimal_attn.flash_forward(*inputs)  # without why it is slow
-        return (out, lse, max_logits) if options.return_max_logits else (out, lse)
-    library = _build.load()
-    needs_grad = any(map(wants_gradient, (q, k, v, *options.differentiable)))
-    attend = library.differentiable_forward if needs_grad else library.flash_forward
-    out, lse, max_logits, slow_because = attend(*inputs)
+            slow_because = choice and choice[1]
     if slow_because:
         _warn_slow(slow_because)
-    return (out, lse, max_logits) if options.return_max_logits else (out, lse)
+    return output if options.return_max_logits else output[:2]
 
 
 ON_TENSOR_CORES = torch.float16, torch.bfloat16  # which decode.cu needs
