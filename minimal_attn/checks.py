@@ -5,8 +5,7 @@ with its row, and the functions below them compare arguments with each other. Ea
 caller does (`names` has what a caller calls our arguments, where that is another name), what was given and what is
 allowed. What is no dense tensor or of a wrong type or dtype is a TypeError, and everything else a ValueError.
 
-Values of tensors are checked where that needs no wait for a GPU. Kernels clamp all others, so that a bad one reads
-nothing outside its tensor.
+Values of tensors are checked where that needs no wait for a GPU. Kernels clamp all others to what there is.
 """
 
 import itertools
@@ -111,8 +110,7 @@ def broadcasts(shape, other):
 
 
 def is_over(size, limit):
-    """Whether a size is over a limit, and under torch.export, sure to be: export refuses guards that the range declared
-    for a dimension does not imply."""
+    """Whether a size is over a limit. Under torch.export it must be sure to be, since export refuses new guards."""
     return is_known(size > limit) if torch.compiler.is_exporting() else not holds(size <= limit)
 
 
@@ -305,8 +303,7 @@ def _shape_text(letters, sizes):
 
 def check_tensor_of(name, x, device, sizes=OWN, names=OWN, *, dtypes=None, shapes=None):
     """TypeError unless x is a dense tensor with a dtype of its row in TENSORS, ValueError unless it is on the device,
-    of one of the shapes and as contiguous. sizes: what the letters are. dtypes, shapes: in the place of the row's, the
-    sizes of shapes also as numbers."""
+    of one of the shapes and as contiguous. sizes: of the letters. dtypes, shapes (also of numbers): for the row's."""
     rule, called = TENSORS[name], names.get(name, name)
     check_tensor(called, x)
     dtypes, shapes = dtypes or rule.dtypes, shapes or rule.shapes

@@ -77,8 +77,7 @@ class Library:
 
     def fast_forward(self, warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size,
                      lengths, sinks):
-        """Does what fast_forward of csrc/binding/fast_path.cpp does: returns out, or (out, lse), or None if the call is
-        unusual or wrong."""
+        """As fast_forward of csrc/binding/fast_path.cpp: out, (out, lse), or None if the call is unusual or wrong."""
         is_packed = lengths[0] is not None
         if not (is_everyday(q, k, v, causal, softmax_scale, window_size, (*lengths, sinks))
                 and (not seq_major or is_packed == (q.ndim == 3))):
@@ -117,8 +116,7 @@ class Library:
 
 
 def is_everyday(q, k, v, causal, softmax_scale, window_size, optional):
-    """Whether a call on CUDA tensors needs nothing but the launch of a kernel. Conditions that the op checks are left
-    to it. optional: lengths and sinks."""
+    """Whether a call needs nothing but a kernel's launch. The op checks the rest. optional: lengths and sinks."""
     inputs = q, k, v
     return (isinstance(q, torch.Tensor) and q.is_cuda and is_eager(*inputs) and forward_ad._current_level < 0
             and all(not x.is_nested and x.ndim >= 3 and x.stride(-1) == 1 and x.numel() for x in inputs)

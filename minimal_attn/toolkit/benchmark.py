@@ -88,9 +88,8 @@ class BenchmarkResult:
 
 
 class BenchmarkRunner:
-    """Measures functions beside torch on a device, "cuda" or "cpu", with warmup and rep as of benchmark_fn. Each
-    benchmark returns its results, in the order of measurement, and adds them to `results`. RuntimeError without a GPU
-    for the device "cuda"."""
+    """Measures functions beside torch on a device, "cuda" (RuntimeError without a GPU) or "cpu", with warmup and rep as
+    of benchmark_fn. Each benchmark returns its results, in the order of measurement, and adds them to `results`."""
 
     def __init__(self, device: str = "cuda", warmup: int = 25, rep: int = 100):
         self.device, self.warmup, self.rep = device, warmup, rep

@@ -79,8 +79,7 @@ class AdaptiveKernelSelector:
         return triton_matmul
 
     def select_attention_kernel(self) -> Callable:
-        """flash_attention by the backend that is best here: "cuda" on a GPU where csrc can be built, "triton" on
-        another one, "torch" on the CPU."""
+        """flash_attention by the backend that is best here, as "auto" chooses it."""
         return functools.partial(flash_attention, backend=self.get_attention_config()["backend"])
 
 
