@@ -583,7 +583,6 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     check_number("causal", causal)
     check_number("deterministic", given.deterministic)
     check_number("return_max_logits", given.return_max_logits)
-    chunk = min(operator.index(check_number("attention_chunk", given.attention_chunk)), MAX_SEQLEN)
     scale = given.softmax_scale
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(check_number("sm_scale", scale, names))
     lengths = check_lengths(given.lengths, seq_lens, q, k, names) if is_whole else given.lengths
@@ -596,6 +595,8 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     (left, right), bias = with_causal_bias((left, right), given.attn_bias, q, k, lengths)
     dropout_p = 0.0 if is_zero(given.dropout_p) else float(check_number("dropout_p", given.dropout_p))
     softcap = 0.0 if is_zero(given.softcap) else float(check_number("softcap", given.softcap))
+    chunk = given.attention_chunk
+    chunk = 0 if is_zero(chunk) else min(operator.index(check_number("attention_chunk", chunk)), MAX_SEQLEN)
     if 0 < softcap < 1e-30:  # no global name: torch.compile(dynamic=True) would make a symbol of it
         raise ValueError(f"softcap must be 0 or at least 1e-30, by which kernels divide, got {softcap}")
 
@@ -618,7 +619,8 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
         sinks=sinks if sinks is None else sinks.to(sum_dtype(q.dtype)), attn_bias=check_attn_bias(bias, q, k, lengths),
         dropout_p=dropout_p,
         dropout_seed=check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None,
-        **{name: tensor(name) for name in ("alibi_slopes", "q_descale", "k_descale", "v_descale")})
+        alibi_slopes=tensor("alibi_slopes"), q_descale=tensor("q_descale"), k_descale=tensor("k_descale"),
+        v_descale=tensor("v_descale"))
 
 
 def is_zero(x):
