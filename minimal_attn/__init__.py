@@ -1,7 +1,4 @@
-"""Attention for PyTorch in a few CUDA C++ and Triton kernels that are written to be read, behind one function.
-
-Read next: attention.py, the facade; then csrc/flash.cu, the kernel.
-"""
+"""Attention for PyTorch in a few CUDA C++ and Triton kernels that are written to be read, behind one function."""
 
 import sys
 
@@ -14,7 +11,7 @@ except KeyboardInterrupt:
 
 from ._build import load
 from .attention import available_backends, flash_attention, forward, triton_matmul, which_kernel
-from .backends import ops, triton as _triton  # noqa: F401: ops has moved, as below
+from .backends import ops  # noqa: F401: it has moved, as below
 from .backends.cuda import force_kernel
 from .caches import append_to_kvcache, attention_with_kvcache, reshape_and_cache
 from .flash_attn import (flash_attn_combine, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func,
@@ -48,14 +45,6 @@ _MOVED = {  # modules by the names that they once had, which are still theirs
 for _old, _new in _MOVED.items():
     globals()[_old] = sys.modules[f"{__name__}.{_old}"] = sys.modules[f"{__name__}.{_new}"]
 
-
-def _import_twin():
-    from triton_ref import ops as twin
-
-    return twin
-
-
-_triton.import_twin = _import_twin
 
 __all__ = [
     "AdaptiveKernelSelector", "BenchmarkResult", "BenchmarkRunner", "FlashMHA", "GPUArch", "GPUCapabilities",

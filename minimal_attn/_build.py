@@ -2,9 +2,7 @@
 
 load() is the one way in. It returns the library the process already has; else the minimal_attn._C that was built at
 installation; else the library of the wheel; else it compiles csrc into a folder of this environment in torch's
-extensions directory, where later processes find it up to date.
-setup.py and tools/build_wheel.py take sources and flags from here. Read next: stable.py, the library of the wheel;
-backends/ops.py, the derivative of the ops that csrc defines; ../csrc/main.cpp.
+extensions directory, where later processes find it. setup.py and tools/build_wheel.py take sources and flags from here.
 """
 import contextlib
 import hashlib
@@ -137,8 +135,7 @@ def recipe():
                          *(["-march=x86-64-v3"] if has_fma else []), f"-DMINIMAL_ATTN_TORCH={torch.__version__}",
                          f"-DMINIMAL_ATTN_CUDA={int(cuda)}"],
         # No --use_fast_math: fp32 means fp32, and a kernel that wants a fast intrinsic calls it by name.
-        # Compressed, the code for the GPU takes half the space. -split-compile=0 optimizes the kernels of a file on all
-        # cores at once.
+        # Compressed, GPU code takes half the space. -split-compile=0 optimizes the kernels of a file on all cores.
         "extra_cuda_cflags": ["-O3", "-std=c++20", "-split-compile=0", "-Xptxas=-warn-spills",
                               "-Xfatbin=-compress-all"],
         "extra_ldflags": ["-pthread", "-s"],  # -s: without the table of symbols, which only a debugger reads
@@ -158,8 +155,7 @@ def cuda_archs():
 
 
 def environment():
-    """Environment variables for a build: a PATH with ninja, also where Python was called by its path, and the list of
-    GPUs."""
+    """Environment variables for a build: a PATH with ninja, even if Python was called by its path, and the GPUs."""
     env = {"PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])}
     if cannot_build_cuda() is None:
         env["TORCH_CUDA_ARCH_LIST"] = cuda_archs()
@@ -254,13 +250,12 @@ def _compiled(verbose):
     from torch.utils import cpp_extension
 
     env = environment()
-    directory, files = build_directory(), recipe()
-    start, began = time.monotonic(), time.time()
+    directory, files, start = build_directory(), recipe(), time.time()
     # torch counts a build that failed or was interrupted as done, and would not try again in this process.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(NAME, None)
 
     def progress():
-        done = sum(file.stat().st_mtime >= began for file in directory.glob("*.o"))
+        done = sum(file.stat().st_mtime >= start for file in directory.glob("*.o"))
         target = env.get("TORCH_CUDA_ARCH_LIST", "the CPU")
         return f"compiling csrc for {target}: {done} of at most {len(files['sources'])} files"
 
@@ -274,7 +269,7 @@ def _compiled(verbose):
                            "can be written.") from error
     except ImportError as error:
         raise RuntimeError(f"csrc was built in {directory} and does not load: {error}") from error
-    if (seconds := time.monotonic() - start) > 1:
+    if (seconds := time.time() - start) > 1:
         print(f"minimal_attn: csrc is ready after {seconds:.1f} s", file=sys.stderr, flush=True)
     return module
 
@@ -324,16 +319,14 @@ def _turn(directory):
 
 @contextlib.contextmanager
 def _saying(text):
-    """Say text() on stderr if what follows takes more than a second, and every ten seconds if it has changed."""
+    """Say text() on stderr after the first second of what follows, and then every ten."""
     ended = threading.Event()
 
     def speak():
-        said, pause = None, 1
+        pause = 1
         while not ended.wait(pause):
-            line, pause = f"minimal_attn: {text()}", 10
-            if line != said:
-                print(line, file=sys.stderr, flush=True)
-            said = line
+            print("minimal_attn:", text(), file=sys.stderr, flush=True)
+            pause = 10
 
     speaker = threading.Thread(target=speak, daemon=True)
     speaker.start()

@@ -1,7 +1,6 @@
 """The facade: one function, several backends behind it, one table of them.
 
-flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors. Read next:
-flash_attn/, the same call as flash-attn spells it; checks.py.
+flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors.
 """
 
 from collections.abc import Sequence
@@ -87,8 +86,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             float8 CUDA tensors and "cuda" for all other CUDA tensors. If csrc cannot be built, it takes "triton", and
             "torch" if Triton is missing too. It takes "torch" for gradients under a transform of torch.func.
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk), also of a packed batch's B samples: factors
-            of the values of each key/value head and of the query heads that read it; 1 if None. Negative ones give NaN.
-            As in FlashAttention-3.
+            of a key/value head and the query heads that read it, as in FlashAttention-3; 1 if None. Negative: NaN.
         autotune: let "triton" time its tiles once for each GPU and kind of call, and keep the choice on disk. False,
             the environment variable MINIMAL_ATTN_AUTOTUNE=0 and graph capture before a choice take those of a table.
         window_size: (left, right). Query row i sees the keys from i + seqlen_k - seqlen_q - left to
@@ -145,13 +143,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         With return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log.
         With return_max_logits, max_logits of lse's shape and dtype is the last of the tuple. A row that sees no key has
         out 0, max_logits -inf and lse -inf, or its sink. Empty batches and lengths of 0 give empty or zero
-        outputs. NaN or inf in a key or value that some rows see may also reach rows of the same sample and head that do
-        not see it.
+        outputs. NaN or inf in a key or value that a row sees may reach all rows of its sample and head.
 
     Raises:
         TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, an argument of the
-            wrong type, or an unknown keyword. For the keywords of scaled_dot_product_attention and flash-attn the error
-            says what they are called here.
+            wrong type, or an unknown keyword. The error says what torch's and flash-attn's keywords are called here.
         ValueError: a wrong shape, device or value of an argument; alibi_slopes that require grad; seq_lens together
             with cu_seqlens or seqused; attn_bias together with cu_seqlens or float8; or a forced kernel that cannot
             serve the call.
@@ -167,8 +163,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     if max_seqlen_q is not None or max_seqlen_k is not None:
         check_max_seqlens(max_seqlen_q, max_seqlen_k)
     if (seq_lens is q_descale is k_descale is v_descale is alibi_slopes is attn_bias is None
-            and attention_chunk == 0 and return_max_logits is False):
-        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, window_size,
+            and return_max_logits is False):
+        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, window_size, attention_chunk,
                            (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
         if result is not None:
             return result
@@ -179,20 +175,20 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     return attend(q, k, v, given, causal, window_size, backend, seq_lens, max_seqlen_k)
 
 
-def fast_path(q, k, v, causal, sm_scale, seq_major, return_lse, deterministic, window_size, lengths, sinks, dropout_p,
-              softcap, backend):
+def fast_path(q, k, v, causal, sm_scale, seq_major, return_lse, deterministic, window_size, attention_chunk, lengths,
+              sinks, dropout_p, softcap, backend):
     """The result of an everyday call on CUDA tensors, straight from C++, or None for all others. The call has no other
     options. seq_major: q is (B, Sq, H, D), or (Tq, H, D) with cu_seqlens_q."""
     if (is_compiling() or cuda._fast_forward is None or not (backend == "auto" or backend == "cuda")
-            or not (is_zero(dropout_p) and is_zero(softcap) and isinstance(deterministic, bool))):
+            or not (is_zero(attention_chunk) and is_zero(dropout_p) and is_zero(softcap))
+            or not isinstance(deterministic, bool)):
         return None
     return cuda._fast_forward(q, k, v, causal, sm_scale, seq_major, return_lse, deterministic, window_size, lengths,
                               sinks)
 
 
 def backend_name(backend, q, *others):
-    """The key in BACKENDS that a caller's backend means; ValueError if it means none. others: what else may want a
-    gradient. q is checked."""
+    """The key in BACKENDS that a caller's backend means, or ValueError. others: what else may want a gradient."""
     if backend == "auto":
         return auto_backend(q, *others)
     return check_choice("backend", backend, ("auto", *BACKENDS))
@@ -290,8 +286,7 @@ def triton_matmul(a: Tensor, b: Tensor, block_m: int | None = None, block_n: int
         a: (M, K), float16, bfloat16, or float32, which is multiplied in true fp32: no TF32, nothing cast to float16.
         b: (K, N), of a's dtype and on a's device. M, N and K may be 0.
         block_m, block_n, block_k: the tile. Powers of two from 16 on that do not exceed M, N and K rounded up to a
-            multiple of 16. The product of any two is at most 32768, in float32 at most 8192. If one is None, the tile
-            is chosen here.
+            multiple of 16, and the product of any two at most 32768, in float32 8192. None: the tile is chosen here.
         use_autotune: choose by timing a few tiles, once for similar sizes on one kind of GPU (triton_ref/autotune.py).
             False: by a model of the time (triton_ref.matmul.tile_config).
 

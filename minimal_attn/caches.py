@@ -1,8 +1,7 @@
 """Caches of keys and values, as models that generate text have them: the facade of attention and of appending.
 
 A cache is one tensor of many sequences, or a pool of pages that a table gives to samples (Kwon et al., PagedAttention,
-2023, section 4). Read next: reference/pages.py and append.py, what it means in plain torch;
-flash_attn/kvcache.py, the same by flash-attn's names.
+2023, section 4).
 """
 
 from torch import Tensor
@@ -32,8 +31,7 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
                            backend: str = "auto") -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale · Q Kᵀ) V of the keys and values that a cache holds for each sample.
 
-    With new keys and values, k and v, these are first written into the cache, after those that are there. The rows of q
-    then attend to old and new ones.
+    New keys and values, k and v, are first written into the cache, after those that are there: q then attends to both.
 
     Args:
         q: (B, H, Sq, D), usually with Sq 1 or a few, in the dtypes of flash_attention but for float8. With cu_seqlens_q
@@ -44,12 +42,9 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         seqused_k: int32 (B,), contiguous, on q's device: how many keys of a sample are valid, from the first of its
             sequence on; all if None. 0 is allowed.
         page_table: int32 (B, max_pages), its last dimension contiguous, on q's device: the pages of each sample in
-            order. Entries beyond a sample's keys are not read. Samples may share pages. With cache_batch_idx it may
-            have any number of rows.
-        cache_batch_idx: int32 (B,), contiguous: the cached sequence of each sample, or its row of page_table; its own
-            number if None.
-        leftpad_k: int32 (B,), contiguous: where the keys of a sample begin; those before are not seen, and seqlen_k is
-            seqused_k - leftpad_k.
+            order; with cache_batch_idx any number of rows. Only entries of keys are read. Samples may share pages.
+        cache_batch_idx: int32 (B,), contiguous: each sample's sequence, or row of page_table; its own number if None.
+        leftpad_k: int32 (B,), contiguous: where a sample's keys begin, so that seqlen_k is seqused_k - leftpad_k.
         cu_seqlens_q: int32 (B + 1,): where each sample's rows begin in a packed q.
         max_seqlen_q: an upper bound of the lengths in cu_seqlens_q, by which kernels are chosen and memory is reserved:
             a tight one is faster. Longer samples are served without splits. A tensor is never read, and counts as None.
@@ -67,8 +62,7 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
             position rotary_seqlens[b] + t with causal, a window or chunks, else all rows as at rotary_seqlens[b].
         tree_mask: bool (Sq, Sq) or (B, Sq, Sq), Sq at most 64, for a draft that branches: row i sees the j-th of the
             last seqlen_q keys of its sample where tree_mask[..., i, j], and all keys before them. It takes the place
-            of causal. Or int64 (Sq,) or (B, Sq), as pack_tree_mask gives it. These keys must be finite, also where no
-            row sees them.
+            of causal. Or int64 (Sq,) or (B, Sq), as pack_tree_mask gives it. All of these keys must be finite.
 
     Returns:
         out, as q with v's head_dim; with return_lse a tuple (out, lse), lse (B, H, Sq), or (1, H, Tq) of a packed q. A
@@ -99,8 +93,7 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
         name = "triton"
     chosen = BACKENDS[name]
     check_dtype(q, cache_dtypes(chosen))
-    if cache.max_seqlen_q is not None:
-        check_number("max_seqlen_q", cache.max_seqlen_q)
+    check_number("max_seqlen_q", cache.max_seqlen_q)
     check_number("num_splits", cache.num_splits)
     options = checked_options(given, q, k_cache, causal, window_size, names=names, is_whole=False)
     has_window = options.window != NO_WINDOW or options.attention_chunk > 0
@@ -150,8 +143,7 @@ def append_to_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, se
     """Write new keys and values into a cache, after those that each sample has there. Nothing else of it changes.
 
     Args:
-        k, v: (B, Hk, Sn, D) and (B, Hk, Sn, Dv), in the dtype of the caches. With cu_seqlens_k_new (1, Hk, T, D) and
-            (1, Hk, T, Dv), packed.
+        k, v: (B, Hk, Sn, D) and (B, Hk, Sn, Dv), in the caches' dtype; with cu_seqlens_k_new packed, (1, Hk, T, ...).
         k_cache, v_cache: as attention_with_kvcache, float32, float16, bfloat16 or float64.
         seqused_k: int32 (B,), contiguous: how many places of a sample are taken, from the first of its sequence or
             pages on. Row t of sample b goes to place seqused_k[b] + t.
@@ -196,10 +188,9 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
         key_cache, value_cache: (num_pages, page_size, Hk, D) and (num_pages, page_size, Hk, Dv), in the dtype of key,
             of any strides, of which that of the last dimension is 1.
         slot_mapping: int64 (T,) or shorter, contiguous: row t goes to place s % page_size of page s // page_size, with
-            s = slot_mapping[t]. Rows of negative slots are not written, and neither are those beyond slot_mapping. If
-            two rows have one slot, one of them wins.
-        kv_cache_dtype: "auto", or the name of the caches' dtype. k_scale, v_scale: of caches in fp8, which are not
-            supported; they change nothing.
+            s = slot_mapping[t]. Rows of negative slots, and those beyond slot_mapping, are not written. If two rows
+            have one slot, one of them wins.
+        kv_cache_dtype: "auto", or the name of the caches' dtype. k_scale, v_scale: of fp8 caches; they change nothing.
         backend: as flash_attention.
 
     Raises:

@@ -5,10 +5,10 @@ with its row, and the functions below them compare arguments with each other. Ea
 caller does (`names` has what a caller calls our arguments, where that is another name), what was given and what is
 allowed. What is no dense tensor or of a wrong type or dtype is a TypeError, and everything else a ValueError.
 
-Values of tensors are checked where that needs no wait for a GPU. Kernels clamp all others, so that a bad one reads
-nothing outside its tensor. Read next: backends/auto.py, which backend serves a call.
+Values of tensors are checked where that needs no wait for a GPU. Kernels clamp all others to what there is.
 """
 
+import itertools
 import math
 import numbers
 import operator
@@ -48,16 +48,14 @@ def sum_dtype(dtype):
 
 
 def empty_like(x, dtype=None):
-    """x's shape and order of dimensions, the last one contiguous, to be written; as new_like in
-    csrc/ops/forward.h."""
+    """x's shape and order of dimensions, the last one contiguous, to be written."""
     like = torch.empty_like(x, dtype=dtype)
     # x may overlap itself, as sliding windows do.
     return like if is_known(like.stride(-1) == 1) else torch.empty(x.shape, dtype=like.dtype, device=x.device)
 
 
 def empty_outputs(q, v):
-    """out like q, in bfloat16 if q is fp8 and with v's head_dim, and lse (B, H, Sq) in fp32, fp64 if q is, to be
-    written."""
+    """out like q, with v's head_dim, in bfloat16 for fp8, and lse (B, H, Sq), in fp32 or fp64, to be written."""
     head_dim = v.shape[-1]
     # Another head_dim: q's order of dimensions, without gaps.
     like = q if is_known(q.shape[-1] == head_dim) else q[..., :1].expand(*q.shape[:-1], head_dim)
@@ -84,8 +82,7 @@ def is_aligned(x):
 
 
 def is_known(condition):
-    """Whether a condition on sizes is sure to hold. While torch traces, it has to hold for all values that the sizes
-    may have, and no guard is made."""
+    """Whether a condition holds for all values that sizes may have while torch traces. No guard is made."""
     if not _may_be_symbol(condition):
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -119,8 +116,7 @@ def broadcasts(shape, other):
 
 
 def is_over(size, limit):
-    """Whether a size is over a limit, and under torch.export, sure to be: export refuses guards that the range declared
-    for a dimension does not imply."""
+    """Whether a size is over a limit. Under torch.export it must be sure to be, since export refuses new guards."""
     return is_known(size > limit) if torch.compiler.is_exporting() else not holds(size <= limit)
 
 
@@ -201,8 +197,7 @@ NUMBERS = {
 
 
 def check_number(name, x, names=OWN):
-    """x, real numbers as a float, if its row in NUMBERS allows it; TypeError for another type, ValueError for another
-    value."""
+    """x, real numbers as a float, if its row in NUMBERS allows its type (else TypeError) and its value (ValueError)."""
     row, called = NUMBERS[name], names.get(name, name)
     if not row.is_it(x):
         instead = "; masks are called attn_bias" if name == "causal" and isinstance(x, torch.Tensor) else ""
@@ -231,8 +226,7 @@ def check_choice(what, x, choices):
 
 # Tensors.
 
-# Subclasses with a __torch_dispatch__ that are served: those of tracing, and what collectives give, which waits where
-# it is first used.
+# Subclasses with a __torch_dispatch__ that are served: those of tracing, and what collectives give until it is used.
 DISPATCHED = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
 
 
@@ -279,17 +273,15 @@ TENSORS = {
     "page_table": Rule((torch.int32,), (("B", "max_pages"),), ROWS),
     "sinks": Rule((), (("H",),)),
     "alibi_slopes": Rule((torch.float32,), (("H",), ("B", "H"))),
-    "attn_bias": Rule(),
-    "q_descale": DESCALE, "k_descale": DESCALE, "v_descale": DESCALE,
+    **dict.fromkeys(("attn_bias", "tree_mask", "lse_partial"), Rule()),
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), DESCALE),
+    **dict.fromkeys(("rotary_cos", "rotary_sin"), ROTARY),
+    **dict.fromkeys(("attention_mask", "unused_mask", "key_padding_mask"), MASK),
     "dropout_seed": Rule((torch.int64,), (("1 or 1 + 4 B",),)),
-    "tree_mask": Rule(),
-    "rotary_cos": ROTARY, "rotary_sin": ROTARY,
     "cu_seqlens": Rule((torch.int32,), (("N + 1",),)),  # of context parallelism
     "tokens": Rule((torch.int64,), (("B", "S"),)),
     "slot_mapping": Rule((torch.int64,), (("T",),), CONTIGUOUS),
     "indices": Rule((torch.int64,)),
-    "attention_mask": MASK, "unused_mask": MASK, "key_padding_mask": MASK,
-    "out": Rule(), "lse_partial": Rule(),
 }
 
 
@@ -317,8 +309,7 @@ def _shape_text(letters, sizes):
 
 def check_tensor_of(name, x, device, sizes=OWN, names=OWN, *, dtypes=None, shapes=None):
     """TypeError unless x is a dense tensor with a dtype of its row in TENSORS, ValueError unless it is on the device,
-    of one of the shapes and as contiguous. sizes: what the letters are. dtypes, shapes: in the place of the row's, the
-    sizes of shapes also as numbers."""
+    of one of the shapes and as contiguous. sizes: of the letters. dtypes, shapes (also of numbers): for the row's."""
     rule, called = TENSORS[name], names.get(name, name)
     check_tensor(called, x)
     dtypes, shapes = dtypes or rule.dtypes, shapes or rule.shapes
@@ -334,8 +325,7 @@ def check_tensor_of(name, x, device, sizes=OWN, names=OWN, *, dtypes=None, shape
 
 
 def check_alike(dtypes, names=OWN, **tensors):
-    """TypeError unless these are dense tensors of one dtype, which is one of dtypes; ValueError unless they are on one
-    device."""
+    """TypeError unless these are dense tensors of one dtype of dtypes; ValueError unless they are on one device."""
     (first, x), *_ = tensors.items()
     for name, y in tensors.items():
         check_tensor(names.get(name, name), y)
@@ -382,8 +372,7 @@ def check_head_dim(head_dim, of=""):
 
 
 def check_heads(q, k, v, names=OWN, k_name="k", v_name="v"):
-    """ValueError unless the heads and head dimensions of three tensors fit together, of 4 dimensions or of 3, without
-    heads."""
+    """ValueError unless the head_dims of three tensors fit together and, if they have 4 dimensions, the heads."""
     check_head_dim(q.shape[-1])
     check_head_dim(v.shape[-1])
     if not same_sizes(k.shape[:-1], v.shape[:-1]):
@@ -600,7 +589,6 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     check_number("causal", causal)
     check_number("deterministic", given.deterministic)
     check_number("return_max_logits", given.return_max_logits)
-    check_number("attention_chunk", given.attention_chunk)
     scale = given.softmax_scale
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(check_number("sm_scale", scale, names))
     lengths = check_lengths(given.lengths, seq_lens, q, k, names) if is_whole else given.lengths
@@ -613,6 +601,8 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     (left, right), bias = with_causal_bias((left, right), given.attn_bias, q, k, lengths)
     dropout_p = 0.0 if is_zero(given.dropout_p) else float(check_number("dropout_p", given.dropout_p))
     softcap = 0.0 if is_zero(given.softcap) else float(check_number("softcap", given.softcap))
+    chunk = given.attention_chunk
+    chunk = 0 if is_zero(chunk) else min(operator.index(check_number("attention_chunk", chunk)), MAX_SEQLEN)
     if 0 < softcap < 1e-30:  # no global name: torch.compile(dynamic=True) would make a symbol of it
         raise ValueError(f"softcap must be 0 or at least 1e-30, by which kernels divide, got {softcap}")
 
@@ -626,22 +616,22 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
         return x.contiguous()
 
     sinks = tensor("sinks", (torch.float64,) if q.dtype == torch.float64 else KERNEL_DTYPES)
-    slopes = tensor("alibi_slopes")
-    if wants_gradient(slopes):
+    if wants_gradient(given.alibi_slopes):
         raise ValueError("alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach()")
     if not (given.q_descale is given.k_descale is given.v_descale is None) and q.dtype not in FP8_DTYPES:
         raise ValueError(f"q_descale, k_descale and v_descale are for float8 inputs, and q is {q.dtype}")
     return given._replace(
-        sinks=sinks if sinks is None else sinks.to(sum_dtype(q.dtype)), alibi_slopes=slopes,
-        attn_bias=check_attn_bias(bias, q, k, lengths), softmax_scale=scale, softcap=softcap, window_left=left,
-        window_right=right, dropout_p=dropout_p, q_descale=tensor("q_descale"), k_descale=tensor("k_descale"),
-        v_descale=tensor("v_descale"),
-        dropout_seed=check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None)
+        softmax_scale=scale, softcap=softcap, window_left=left, window_right=right, attention_chunk=chunk,
+        sinks=sinks if sinks is None else sinks.to(sum_dtype(q.dtype)), attn_bias=check_attn_bias(bias, q, k, lengths),
+        dropout_p=dropout_p,
+        dropout_seed=check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None,
+        alibi_slopes=tensor("alibi_slopes"), q_descale=tensor("q_descale"), k_descale=tensor("k_descale"),
+        v_descale=tensor("v_descale"))
 
 
 def is_zero(x):
-    """Whether x, a dropout_p or softcap, is a plain 0 and so needs no check. False equals 0, but has to be checked.
-    Defaults are ints, since torch.compile(dynamic=True) makes symbols of floats and then compiles twice."""
+    """Whether x, an option of which 0 is none, is a plain 0 and so needs no check. False equals 0, but has to be
+    checked. Defaults are ints, since torch.compile(dynamic=True) makes symbols of floats and then compiles twice."""
     return (type(x) is float or type(x) is int) and x == 0
 
 
@@ -695,14 +685,12 @@ def check_matmul(a, b, block_m, block_n, block_k):
             raise ValueError(f"{name} must be a power of two from 16 to {limit}, the dimension {size} rounded up to a "
                              f"multiple of 16, got {shown(block)}")
     if None not in (block_m, block_n, block_k):
-        check_tile(a.dtype, block_m=block_m, block_n=block_n)
-        check_tile(a.dtype, block_m=block_m, block_k=block_k)
-        check_tile(a.dtype, block_n=block_n, block_k=block_k)
+        check_tile(a.dtype, block_m=block_m, block_n=block_n, block_k=block_k)
 
 
 def check_tile(dtype, **blocks):
-    """ValueError if a tile of two blocks is more than registers hold, and more than a compiler is done with in time."""
-    (name1, block1), (name2, block2) = blocks.items()
+    """ValueError if a tile of two of the blocks is more than registers hold, and than a compiler does in time."""
     limit = MAX_TILE // (4 if dtype == torch.float32 else 1)
-    if block1 * block2 > limit:
-        raise ValueError(f"{name1} times {name2} must not exceed {limit} in {dtype}, got {block1} and {block2}")
+    for (name1, block1), (name2, block2) in itertools.combinations(blocks.items(), 2):
+        if block1 * block2 > limit:
+            raise ValueError(f"{name1} times {name2} must not exceed {limit} in {dtype}, got {block1} and {block2}")

@@ -1,7 +1,4 @@
-"""The command minimal-attn, also python -m minimal_attn: what is here, is it right, how fast is it?
-
-Read next: command/ and bench/, which do the work.
-"""
+"""The command minimal-attn, also python -m minimal_attn: what is here, is it right, how fast is it?"""
 
 import argparse
 import os
@@ -60,20 +57,15 @@ def _run(argv):
         return bench(rest, "minimal-attn bench")
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if args.command is None:
+        return parser.print_help()
+    if args.command == "info":
+        return print_info()
+    # The others are imported where they run: they need rich, which info does without.
     if args.command == "demo":
-        return demo(args.profile)
-    return {None: parser.print_help, "info": print_info, "check": check}[args.command]()
+        from .bench.demo import run
 
-
-# Imported where they run: they need rich, which info does without.
-
-def demo(with_profile: bool) -> int:
-    from .bench.demo import run
-
-    return run(with_profile)
-
-
-def check() -> int:
+        return run(args.profile)
     os.environ.setdefault("MINIMAL_ATTN_AUTOTUNE", "0")  # to tune for its few small shapes would take the most time
     from .command.crosscheck import run
 

@@ -1,7 +1,7 @@
 """Multi-head self-attention as a module: one projection to q, k and v, flash_attention, one projection of its result.
 
 Vaswani et al., Attention Is All You Need, 2017, section 3.2.2. With fewer key/value heads than query heads it is the
-grouped-query attention of Ainslie et al., GQA, 2023. Read next: attention.py, for flash_attention.
+grouped-query attention of Ainslie et al., GQA, 2023.
 """
 
 import math
@@ -135,8 +135,7 @@ class FlashMHA(nn.Module):
         ignored. Without a causal mask, rows see the padding of distributed.shard, unless cu_seqlens ends before it.
 
         Args:
-            x: (B, S, E), or packed (T, E) with cu_seqlens, on the device and of the dtype of the parameters;
-                torch.autocast casts it.
+            x: (B, S, E), or packed (T, E) with cu_seqlens, of the parameters' device and, but for autocast, dtype.
             seq_lens: valid length of each sample, 1 to S, as in flash_attention. No position sees those from the length
                 on, and their result is out_proj's bias, or 0 without one.
             cu_seqlens: int32 (B + 1,) on x's device: where the samples of a packed x begin, as in flash_attention.
@@ -144,8 +143,7 @@ class FlashMHA(nn.Module):
             key_padding_mask: (B, S) on x's device, True or not 0 where a position is valid, as in flash-attn, and the
                 opposite of nn.MultiheadAttention: bool, int64, int32 or uint8. The valid positions, wherever they lie,
                 are packed, and windows count these alone. All others change nothing, and their result is 0. The host
-                waits for their number, so that a CUDA graph cannot be captured. With an attn_mask nothing is packed,
-                and no host waits.
+                waits for their number, and no CUDA graph can be captured, unless an attn_mask keeps it from packing.
             attn_mask: as of scaled_dot_product_attention, broadcastable to (B, H, S, S), on x's device: bool, True
                 where a position sees another, or float, which is added to the scores and has a gradient. It goes with
                 `causal`, windows, seq_lens and key_padding_mask, all of which hide positions; but not with cu_seqlens,
@@ -156,8 +154,7 @@ class FlashMHA(nn.Module):
 
         Raises:
             As flash_attention or distributed.context_parallel_attention. RuntimeError: a key_padding_mask that packs
-            under CUDA graph capture. NotImplementedError: seq_lens, key_padding_mask or attn_mask with a
-            context_parallel_group.
+            under CUDA graph capture. NotImplementedError: a length or mask that a context_parallel_group excludes.
         """
         check_tensor("x", x)
         if sum(given is not None for given in (seq_lens, cu_seqlens, key_padding_mask)) > 1:
@@ -205,8 +202,8 @@ class FlashMHA(nn.Module):
             attn_mask = (attn_mask & is_valid if attn_mask.dtype == torch.bool else
                          torch.where(is_valid, attn_mask, -math.inf))
         out = None
-        if seq_lens is attn_mask is None and self.attention_chunk == 0:
-            out = fast_path(q, k, v, self.causal, None, False, False, False, self.window_size,
+        if seq_lens is attn_mask is None:
+            out = fast_path(q, k, v, self.causal, None, False, False, False, self.window_size, self.attention_chunk,
                             (cu_seqlens, cu_seqlens, None, None), None, dropout_p, 0, self.backend)
         if out is None:
             given = Options(cu_seqlens, cu_seqlens, attn_bias=attn_mask, softmax_scale=None, dropout_p=dropout_p,

@@ -1,6 +1,6 @@
 """The interface between the facade and its backends: the options of a call, and the class of a backend.
 
-This file imports nothing else of the project. Read next: backends/, which get them.
+This file imports nothing else of the project.
 """
 
 import sys
@@ -51,8 +51,7 @@ class Options(NamedTuple):
     """The one table of options: the arguments of a call beside q, k and v. A caller's become checked ones in checks.py.
 
     The first 15 are the arguments of every op after q, k and v, as OPTIONS in csrc/ops/params.h. The ops of csrc also
-    take deterministic, and those of triton_ref autotune and the descales. Every backend gets all options and takes
-    those that it knows.
+    take deterministic, and those of triton_ref autotune and the descales. A backend takes those that it knows.
     """
 
     cu_seqlens_q: Tensor | None = None  # the first four are Lengths

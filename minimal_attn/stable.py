@@ -2,8 +2,6 @@
 
 Library has what the module of csrc/main.cpp has, so that backends/cuda.py need not know which one it calls. The fast
 path and the derivative need more of torch than its stable ABI has, and so are in Python here.
-
-Read next: backends/ops.py, the shapes and the derivative; ../csrc/binding/stable.cpp, the library.
 """
 
 import ctypes
@@ -34,10 +32,8 @@ def why_not(on_gpu=False):
             "pip install 'torch>=2.11,<3'"
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         return f"the wheel of minimal_attn is for processors with AVX2, and torch finds none here: {FROM_SOURCES}"
-    return _why_not_gpus() if on_gpu else None
-
-
-def _why_not_gpus():
+    if not on_gpu:
+        return None
     if not torch.version.cuda:
         return f"torch {torch.__version__} is a build without CUDA: install a torch for CUDA {CUDA}"
     if torch.version.cuda.split(".")[0] != CUDA:
@@ -81,8 +77,7 @@ class Library:
 
     def fast_forward(self, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size, lengths,
                      sinks):
-        """Does what fast_forward of csrc/binding/fast_path.cpp does: returns out, or (out, lse), or None if the call is
-        unusual or wrong."""
+        """As fast_forward of csrc/binding/fast_path.cpp: out, (out, lse), or None if the call is unusual or wrong."""
         is_packed = lengths[0] is not None
         if not (is_everyday(q, k, v, causal, softmax_scale, window_size, (*lengths, sinks))
                 and (not seq_major or is_packed == (q.ndim == 3))):
@@ -92,13 +87,15 @@ class Library:
             return None
         attend = self.differentiable_forward if needs_grad else self.flash_forward
         scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-        left, right = (-1 if side is None else side for side in window_size)
-        heads_first = [x.transpose(-3, -2) for x in (q, k, v)] if seq_major else [q, k, v]
+        window = [-1 if side is None else side for side in window_size]
+        window[1] = 0 if causal else window[1]
+        if seq_major:
+            q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
         if seq_major and is_packed:
-            heads_first = [x.unsqueeze(0) for x in heads_first]
+            q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         try:
-            out, lse, *_ = attend(*heads_first, *lengths, sinks, None, None, scale, 0.0, left,
-                                               0 if causal else right, 0, 0.0, None, False, deterministic)
+            out, lse, *_ = attend(q, k, v, *lengths, sinks, None, None, scale, 0.0, *window, 0, 0.0, None, False,
+                                  deterministic)
         except ValueError:  # the checks in Python say it in the words of the caller
             return None
         if seq_major and is_packed:
@@ -117,8 +114,7 @@ class Library:
 
 
 def is_everyday(q, k, v, causal, softmax_scale, window_size, optional):
-    """Whether a call on CUDA tensors needs nothing but the launch of a kernel. Conditions that the op checks are left
-    to it. optional: lengths and sinks."""
+    """Whether a call needs nothing but a kernel's launch. The op checks the rest. optional: lengths and sinks."""
     inputs = q, k, v
     return (isinstance(q, torch.Tensor) and q.is_cuda and is_eager(*inputs) and forward_ad._current_level < 0
             and all(not x.is_nested and x.ndim >= 3 and x.stride(-1) == 1 and x.numel() for x in inputs)

@@ -1,7 +1,5 @@
 """Which backend serves backend="auto". It depends on the device and dtype of q, and on whether gradients are wanted
 under a transform of torch.func; sizes and options do not matter.
-
-Read next: ../options.py, what a backend is.
 """
 
 import functools

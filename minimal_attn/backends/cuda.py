@@ -1,7 +1,4 @@
-"""backend="cuda": the way to csrc, and the choice of one of its kernels.
-
-Read next: ../_build.py, which compiles and loads csrc; ops.py, the derivative; ../../csrc/main.cpp and flash.cu.
-"""
+"""backend="cuda": the way to csrc, and the choice of one of its kernels."""
 
 import functools
 
@@ -68,24 +65,23 @@ def _forward(q, k, v, options):
 
 def _launch(q, k, v, options):
     inputs = q, k, v, *options[:OF_OP + 1]
-    if not is_eager(q, k, v, *options.tensors):
-        out, lse, max_logits = torch.ops.minimal_attn.flash_forward(*inputs)  # without why it is slow
-        return (out, lse, max_logits) if options.return_max_logits else (out, lse)
-    library = _build.load()
-    needs_grad = any(map(wants_gradient, (q, k, v, *options.differentiable)))
-    attend = library.differentiable_forward if needs_grad else library.flash_forward
-    out, lse, max_logits, slow_because = attend(*inputs)
+    if is_eager(q, k, v, *options.tensors):
+        library = _build.load()
+        needs_grad = any(map(wants_gradient, (q, k, v, *options.differentiable)))
+        attend = library.differentiable_forward if needs_grad else library.flash_forward
+        *output, slow_because = attend(*inputs)
+    else:
+        output, slow_because = torch.ops.minimal_attn.flash_forward(*inputs), None  # which does not say it
     if slow_because:
         _warn_slow(slow_because)
-    return (out, lse, max_logits) if options.return_max_logits else (out, lse)
+    return output if options.return_max_logits else output[:2]
 
 
 _host_forward_cached = over_gathered(_forward)
 
 
 def can_read_cache(q, k_cache, v_cache):
-    """Whether backend="cuda" serves tensors of these dtypes, head_dims, strides and addresses. Addresses are not known
-    while torch.compile traces."""
+    """Whether backend="cuda" serves these dtypes, head_dims, strides and, unless torch.compile traces, addresses."""
     if not q.is_cuda:
         return True
     return q.dtype in ON_TENSOR_CORES and all(map(is_aligned, (q, k_cache, v_cache)))
@@ -145,8 +141,7 @@ def kernel_of(q, k, v, options):
         raise ValueError("which_kernel needs tensors with memory of their own: not on the device meta")
     if not q.is_cuda:
         return "host"
-    # A last dimension that is not contiguous is copied, to rows that are aligned as far as head_dim allows: such a
-    # tensor is made here too.
+    # As a call does, which copies what is not contiguous to rows that are aligned as far as head_dim allows.
     q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
     if options.lengths.is_packed:  # whose samples have no stride
         q, k, v = (x[0].unsqueeze(0) for x in (q, k, v))

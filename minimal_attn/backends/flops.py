@@ -1,7 +1,5 @@
 """Formulas for torch.utils.flop_counter.FlopCounterMode: our ops count as scaled_dot_product_attention does, which
 takes no mask and no window into account. Lengths count where they can be read.
-
-Read next: ../checks.py.
 """
 
 import torch

@@ -7,8 +7,6 @@ csrc's deterministic, Triton's autotune.
 
 The dispatcher's Python part costs more than a small attention takes. ../../csrc/binding/autograd.cpp and
 ../../triton_ref/ops.py therefore go past it where nothing traces or watches.
-
-Read next: ../../csrc/main.cpp, csrc's ops; flops.py, what they count for.
 """
 
 import functools
@@ -35,7 +33,7 @@ def save(ctx, inputs, output):
 
 
 def backward_of(run, backend):
-    """(ctx, dout, dlse, None) -> the gradients of an op's inputs, by run, which takes the arguments of a backward op."""
+    """(ctx, dout, dlse, None) -> the gradients of an op's inputs, by run, which takes what a backward op takes."""
 
     def backward(ctx, dout, dlse, _):
         out, lse, *tensors = ctx.saved_tensors
@@ -58,10 +56,6 @@ def backward_of(run, backend):
     return backward
 
 
-def _decode_shapes(q, k, v, *options, **more_options):
-    return empty_outputs(q, v)
-
-
 def _forward_shapes(q, k, v, *options, **more_options):
     out, lse = empty_outputs(q, v)
     is_asked_for = Options(*options[:OF_OP], **more_options).return_max_logits
@@ -78,8 +72,7 @@ def _backward_shapes(dout, dlse, q, k, v, out, lse, *given):
 
 
 def register(forward, backward, run, backend):
-    """Register shapes and FLOPs of the two ops named `forward` and `backward`, and the derivative of `forward`, which
-    calls run."""
+    """Register shapes and FLOPs of the two ops of these names, and the derivative of `forward`, which calls run."""
 
     def no_second_derivative(ctx, *gradients):
         raise NotImplementedError(f"backend={backend!r} has no second derivative: use backend='torch' with "
@@ -97,7 +90,7 @@ def register(forward, backward, run, backend):
 def register_csrc(run=None):
     """Register csrc's ops. Call it once, after the library that defines them is loaded. run: a function that the
     backward pass calls in place of the op flash_backward."""
-    torch.library.register_fake("minimal_attn::flash_decode", _decode_shapes)
+    torch.library.register_fake("minimal_attn::flash_decode", lambda q, k, v, *options, **more: empty_outputs(q, v))
     torch.library.register_fake("minimal_attn::append_kvcache", append_shapes)
     register_flops("flash_decode", decode_flops)
     register("minimal_attn::flash_forward", "minimal_attn::flash_backward",

@@ -1,7 +1,4 @@
-"""backend="torch": scaled_dot_product_attention, brought to the conventions of this project.
-
-Read next: ../reference/definition.py, the same in plain torch.
-"""
+"""backend="torch": scaled_dot_product_attention, brought to the conventions of this project."""
 
 import math
 
@@ -14,7 +11,7 @@ from ..reference.append import append_in_torch
 from ..reference.definition import DTYPES, reference_forward, without_autocast, without_padding
 from ..reference.packed import as_padded
 from ..reference.pages import over_gathered
-from ..reference.scores import as_attn_mask, visible_keys
+from ..reference.scores import as_attn_mask, visible_keys, with_mask
 from .reference import by_autograd
 
 
@@ -33,8 +30,7 @@ def _copied_if_needed(x):
 
 
 def _expanded_if_needed(mask, sizes):
-    """Expands mask along dimensions whose size only data will tell. Without that, SDPA would ask whether their size is
-    1, as it is in the mask."""
+    """Expands mask along dimensions whose size only data will tell: SDPA would ask whether it is 1, as in the mask."""
     is_decided = [is_static(n) or is_known(n > 1) for n in sizes[-mask.ndim:]]
     if all(is_decided):
         return mask
@@ -97,17 +93,11 @@ def _lse(q, k, softmax_scale, mask):
     k = k.to(acc_dtype).transpose(-2, -1).unsqueeze(2)
     parts = []
     # A loop over a dynamic length would be compiled anew for each number of blocks: it is one block.
-    step = LSE_ROWS if is_static(q.shape[3]) else q.shape[3]
-    for row0 in range(0, q.shape[3], step) if is_static(q.shape[3]) else (0,):
-        rows = slice(row0, row0 + step)
+    blocks = range(0, q.shape[3], LSE_ROWS) if is_static(q.shape[3]) else [0]
+    for row0 in blocks:
+        rows = slice(row0, row0 + LSE_ROWS if is_static(q.shape[3]) else None)
         scores = (q[..., rows, :] @ k * softmax_scale).flatten(1, 2)
-        if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask[..., rows, :], -math.inf)
-        elif mask is not None:
-            scores = scores + mask[..., rows, :]
-            # The derivative of logsumexp is NaN in rows of -inf alone.
-            scores = scores.masked_fill(scores == -math.inf, -math.inf)
-        parts.append(scores.logsumexp(-1))
+        parts.append((scores if mask is None else with_mask(scores, mask[..., rows, :])).logsumexp(-1))
     return torch.cat(parts, -1)
 
 

@@ -1,8 +1,4 @@
-"""backend="triton": the way to triton_ref, which needs Triton and is therefore imported on first use.
-
-minimal_attn/__init__.py says how it is imported, so that no backend depends on it. Read next:
-../../triton_ref/ops.py, which is called here; ../../triton_ref/attention.py, the kernel.
-"""
+"""backend="triton": the way to triton_ref, which needs Triton and is therefore imported on first use."""
 
 from collections.abc import Callable
 
@@ -12,8 +8,7 @@ from .._build import assume_constant_result
 from ..checks import TWIN_DTYPES
 from ..options import Backend
 
-import_twin = None  # () -> the module triton_ref.ops
-_twin = None  # this module, once it is imported
+_twin = None  # the module triton_ref.ops, once it is imported
 
 
 # torch.compile runs this while it traces and keeps the answer: an import cannot be part of a graph.
@@ -22,7 +17,7 @@ def why_not_imported() -> str | None:
     """Import triton_ref: None, or why that fails."""
     global _twin
     try:
-        _twin = import_twin()
+        from triton_ref import ops as _twin
     except Exception as error:  # no Triton, or one that is broken
         return f"{type(error).__name__}: {error}"
     return None

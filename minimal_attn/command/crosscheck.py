@@ -1,6 +1,6 @@
 """Every backend of this machine against the reference: a short check that an installation computes what it should.
 
-The tests of the source tree hold far more cases by the same rule. Read next: ../reference/definition.py.
+The tests of the source tree hold far more cases by the same rule.
 """
 
 import math

@@ -1,8 +1,4 @@
-"""The command `info`: prints the GPU, versions, backends, which kernel serves which input, and where builds and choices
-are kept.
-
-It compiles nothing. Read next: ../attention.py, the backends; ../_build.py, the builds.
-"""
+"""The command `info`: GPU, versions, backends, kernels by input, and where builds are kept. It compiles nothing."""
 
 import importlib.util
 import platform

@@ -1,7 +1,7 @@
 """The functions of flash-attn, by its names, its arguments and its layouts.
 
 functions.py has attention, and kvcache.py attention to a cache. flash_attn_interface.py and bert_padding.py are two
-modules of flash-attn by their own names, and install.py lets `import flash_attn` find them. Read next: functions.py.
+modules of flash-attn by their own names, and install.py lets `import flash_attn` find them.
 """
 
 from .functions import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,

@@ -1,7 +1,4 @@
-"""The functions of flash_attn.bert_padding of flash-attn 2 that we have: packing a padded batch and back.
-
-Read next: ../reference/packed.py, which does the work; install.py, which makes `import flash_attn` find this module.
-"""
+"""The functions of flash_attn.bert_padding of flash-attn 2 that we have: packing a padded batch and back."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,4 @@
-"""The functions of flash_attn.flash_attn_interface of flash-attn 2 that we have, under its names, and two of
-flash-attn 3.
-
-For code that imports flash-attn by these names. Read next: bert_padding.py; install.py, which makes
-`import flash_attn` find both.
-"""
+"""The functions of flash-attn 2's flash_attn_interface that we have, by its names, and two of flash-attn 3."""
 
 from torch import Tensor
 
@@ -30,8 +25,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
                             causal: bool = False, window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0,
                             rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
                             return_softmax_lse: bool = False) -> Result:
-    """minimal_attn.flash_attn_with_kvcache with the arguments of flash-attn 2, in their order, which is another than
-    that of flash-attn 3."""
+    """minimal_attn.flash_attn_with_kvcache with the arguments of flash-attn 2, in their order."""
     return kvcache.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,

@@ -1,7 +1,6 @@
 """The functions of flash-attn, by their names and in the order of flash-attn 2, over flash_attention.
 
 What flash-attn 3, flash-attn 4 and vLLM add to them are keywords. Some tune kernels of theirs and change nothing here.
-Read next: kvcache.py, those of caches; ../reference/packed.py, packed batches.
 """
 
 import inspect
@@ -19,7 +18,6 @@ Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 NAMES = {name: {"function": name, "sm_scale": "softmax_scale"} for name in (
     "flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")}
-NO_LENGTHS = (None,) * 4
 NAMES["flash_attn_varlen_qkvpacked_func"] |= {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens"),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")}
@@ -45,8 +43,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
         window_size: (left, right) as flash_attention; None is (-1, -1).
         return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
         return_softmax_lse, return_lse: return (out, lse).
-        out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result is copied into it. Not
-            with gradients.
+        out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result goes there. No gradients.
         s_aux, learnable_sink, sinks: three names of the sinks (H,), those of flash-attn 3, flash-attn 4 and vLLM.
         q_descale, k_descale, v_descale, qv, score_mod, mask_mod, aux_tensors: only their defaults are supported; float8
             is taken as it is.
@@ -64,10 +61,9 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(_names, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
-    if (alibi_slopes is out is q_descale is k_descale is v_descale is qv is score_mod is mask_mod is aux_tensors is None
-            and attention_chunk == 0):
-        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size, NO_LENGTHS,
-                           sinks, dropout_p, softcap, backend)
+    if alibi_slopes is out is q_descale is k_descale is v_descale is qv is score_mod is mask_mod is aux_tensors is None:
+        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size,
+                           attention_chunk, (None,) * 4, sinks, dropout_p, softcap, backend)
         if result is not None:
             return (*result, None) if return_attn_probs else result
     refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, score_mod=score_mod,
@@ -119,10 +115,10 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     check_max_seqlens(max_seqlen_q, max_seqlen_k, _names)
     return_lse = return_lse or return_softmax_lse or return_attn_probs
     if (alibi_slopes is block_table is page_table is out is q_descale is k_descale is v_descale is qv is score_mod
-            is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k is gather_kv_indices is None
-            and attention_chunk == 0):
+            is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k is gather_kv_indices is None):
         result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size,
-                           (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
+                           attention_chunk, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p,
+                           softcap, backend)
         if result is not None:
             return (*result, None) if return_attn_probs else result
     refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, score_mod=score_mod,
@@ -165,39 +161,37 @@ OF_QKV, OF_VARLEN = ("q", "k", "v"), ("q", "k", "v", "cu_seqlens_q", "cu_seqlens
 
 @_passes_on_to(flash_attn_func, *OF_QKV)
 def flash_attn_qkvpacked_func(qkv: Tensor, *args, **keywords) -> Result:
-    """flash_attn_func of qkv (B, S, 3, H, D), which holds q, k and v; none is copied. All else as there."""
+    """flash_attn_func of qkv (B, S, 3, H, D), which holds q, k and v; none is copied."""
     names = NAMES["flash_attn_qkvpacked_func"]
-    q, k, v = _parts(names, "(B, S, 3, H, D)", 3, qkv=qkv)
-    return flash_attn_func(q, k, v, *args, **keywords, _names=names)
+    check_layout(names, "(B, S, 3, H, D)", 3, qkv=qkv)
+    return flash_attn_func(*qkv.unbind(-3), *args, **keywords, _names=names)
 
 
 @_passes_on_to(flash_attn_func, *OF_QKV)
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **keywords) -> Result:
-    """flash_attn_func of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), which holds k and v; none is copied. All else as
-    there."""
+    """flash_attn_func of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), which holds k and v; none is copied."""
     names = NAMES["flash_attn_kvpacked_func"]
-    k, v = _parts(names, "(B, S, 2, H, D)", 2, kv=kv)
-    return flash_attn_func(q, k, v, *args, **keywords, _names=names)
+    check_layout(names, "(B, S, 2, H, D)", 2, kv=kv)
+    return flash_attn_func(q, *kv.unbind(-3), *args, **keywords, _names=names)
 
 
 @_passes_on_to(flash_attn_varlen_func, *OF_VARLEN, "max_seqlen_q", "max_seqlen_k")
 def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor | None = None, *args,
                                      **keywords) -> Result:
-    """flash_attn_varlen_func of qkv (T, 3, H, D), which holds q, k and v; none is copied. All else as there."""
+    """flash_attn_varlen_func of qkv (T, 3, H, D), which holds q, k and v; none is copied."""
     names = NAMES["flash_attn_varlen_qkvpacked_func"]
-    q, k, v = _parts(names, "(T, 3, H, D)", 3, qkv=qkv)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **keywords,
+    check_layout(names, "(T, 3, H, D)", 3, qkv=qkv)
+    return flash_attn_varlen_func(*qkv.unbind(-3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **keywords,
                                   _names=names)
 
 
 @_passes_on_to(flash_attn_varlen_func, *OF_VARLEN)
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *args,
                                     **keywords) -> Result:
-    """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hk, D), which holds k and v; none is copied. All else as
-    there."""
+    """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hk, D), which holds k and v; none is copied."""
     names = NAMES["flash_attn_varlen_kvpacked_func"]
-    k, v = _parts(names, "(T, 2, H, D)", 2, kv=kv)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *args, **keywords, _names=names)
+    check_layout(names, "(T, 2, H, D)", 2, kv=kv)
+    return flash_attn_varlen_func(q, *kv.unbind(-3), cu_seqlens_q, cu_seqlens_k, *args, **keywords, _names=names)
 
 
 def refuse(names, **arguments):
@@ -216,19 +210,11 @@ def one_of(names, **arguments):
 
 
 def check_layout(names, layout, num_parts=None, **tensors):
-    """TypeError unless these are dense tensors, ValueError unless they have so many dimensions, the third one from the
-    end of num_parts."""
+    """TypeError unless these are dense tensors, ValueError unless they have that layout, of num_parts parts."""
     for name, x in tensors.items():
         check_tensor(name, x)
         if x.ndim != layout.count(",") + 1 or num_parts and x.shape[-3] != num_parts:
             raise ValueError(f"{names['function']}: {name} must be {layout}, got {tuple(x.shape)}")
-
-
-def _parts(names, layout, num_parts, **tensor):
-    """The parts of a tensor of that layout, whose third dimension from the end numbers them."""
-    check_layout(names, layout, num_parts, **tensor)
-    x, = tensor.values()
-    return x.unbind(-3)
 
 
 def check_out(out, dtype, shape, device, *inputs):

@@ -1,8 +1,7 @@
 """install_as_flash_attn: `import flash_attn` finds our functions, for code that cannot be changed.
 
 One finder on sys.meta_path answers for the three modules that there are, and tells importlib.metadata of a distribution
-"flash-attn", since libraries ask both whether flash-attn is there, and which version. Read next:
-flash_attn_interface.py.
+"flash-attn", since libraries ask both whether flash-attn is there, and which version.
 """
 
 import importlib.abc
@@ -77,8 +76,7 @@ def install_as_flash_attn() -> None:
 
 
 def uninstall_as_flash_attn() -> None:
-    """Undo install_as_flash_attn, from any thread. Code that has imported flash_attn keeps our functions. Without
-    install_as_flash_attn, it changes nothing."""
+    """Undo install_as_flash_attn, if it was called, from any thread. Code that has imported flash_attn keeps ours."""
     with _LOCK:
         if _FINDER not in sys.meta_path:
             return

@@ -1,6 +1,6 @@
 """The functions of flash-attn 3 for caches of keys and values, by their names and in its order.
 
-What flash-attn 2, vLLM and SGLang call otherwise, or add, are keywords. Read next: ../caches.py, the facade.
+What flash-attn 2, vLLM and SGLang call otherwise, or add, are keywords.
 """
 
 import math
@@ -58,8 +58,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
         out (B, Sq, H, D) or (Tq, H, D), with v_cache's head_dim; lse (B, H, Sq) or (H, Tq) in fp32, natural log.
 
     Raises:
-        NotImplementedError: an argument that is not supported yet, or an input that requires grad. Otherwise as
-        attention_with_kvcache.
+        As attention_with_kvcache. NotImplementedError: also an argument that is not supported yet.
     """
     refuse(NAMES, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     table = one_of(NAMES, page_table=page_table, block_table=block_table)
@@ -89,8 +88,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
 
 
 def _of_each_sample(cache_seqlens, num_new, q, k_cache, table, names, cu_seqlens_q):
-    """Expands an int cache_seqlens to int32 (B,). ValueError unless the cache has room for so many keys of each sample
-    and for num_new new ones."""
+    """An int cache_seqlens as int32 (B,). ValueError unless the cache has room for them and num_new new keys."""
     room, batch_size = k_cache.shape[1], q.shape[0]
     if table is not None:
         check_tensor_of("page_table", table, q.device, names=names)
@@ -120,8 +118,7 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | N
         (out, lse), lse (B, Sq, H) or (Tq, H) with the rows of a head one after the other in memory, as in flash-attn 3.
         Where no part saw a key, out is 0 and lse -inf. Sinks count once for each part that had them: give them to one.
 
-    TypeError for what is no dense tensor, or a wrong dtype, ValueError for shapes and devices, and NotImplementedError
-    if an input requires grad.
+    TypeError: no dense tensor, a wrong dtype. ValueError: shapes, devices. NotImplementedError: an input requires grad.
     """
     dtypes = *KERNEL_DTYPES, torch.float64
     check_tensor("out_partial", out_partial)

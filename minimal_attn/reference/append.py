@@ -1,7 +1,6 @@
 """New keys and values of a cache in plain torch: their checks, their rotation and the writes into the cache.
 
-Su et al., RoFormer, 2021, is where the rotation is from; flash-attn rotates keys when it appends them. Read next:
-definition.py; ../../csrc/main.cpp.
+Su et al., RoFormer, 2021, is where the rotation is from; flash-attn rotates keys when it appends them.
 """
 
 import torch
@@ -59,8 +58,7 @@ def check_append(k, v, k_cache, v_cache, append, names=OWN):
 
 
 def check_slots(key, value, key_cache, value_cache, slot_mapping):
-    """Raise unless the rows key (T, Hk, D) and value fit into the caches (num_pages, page_size, Hk, D), at T slots or
-    fewer."""
+    """Raise unless key (T, Hk, D) and value fit into caches (num_pages, page_size, Hk, D), at up to T slots."""
     tensors = dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     check_alike(None, **tensors)
     if not (key.ndim == value.ndim == 3 and key_cache.ndim == value_cache.ndim == 4):
@@ -149,8 +147,7 @@ def append_in_torch(k, v, k_cache, v_cache, append):
 
 
 def _rows_of(x, cu_seqlens):
-    """The sample of each row of x and its number within that, (B, S), or (1, T) of a packed x, and how many rows each
-    sample has, (B,)."""
+    """Each row's sample and its number there, (B, S), or (1, T) if packed, and each sample's number of rows, (B,)."""
     shape = x.shape[0], x.shape[2]
     if cu_seqlens is None:
         cu_seqlens = torch.arange(shape[0] + 1, device=x.device) * shape[1]

@@ -2,8 +2,6 @@
 
 reference_attention forms all scores at once: slow, big, and plainly right. Every kernel is judged against it.
 blockwise_attention walks along the keys as the kernels do, to be read beside csrc/flash.cu.
-
-Read next: scores.py, what becomes of a score; dropout.py, which probabilities survive.
 """
 
 import functools
@@ -45,16 +43,9 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
                         return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
-    The same function as flash_attention, which describes arguments, results and errors, but torch.autocast casts
-    nothing here. Differentiable. dropout.py says which probabilities dropout_seed drops.
-
-    Args:
-        q: (B, H, Sq, D) or (B·H, Sq, D), float32, float16, bfloat16 or float64.
-        k, v: (B, Hk, Sk, D), H a multiple of Hk, or (B·H, Sk, D).
-        max_seqlen_q, max_seqlen_k: checked, but not used.
-
-    Returns:
-        As flash_attention: out, or a tuple of it and what is asked for.
+    The same function as flash_attention, which describes arguments, results and errors: of q (B, H, Sq, D) and k, v
+    (B, Hk, Sk, D), or of three dimensions, in float32, float16, bfloat16 or float64. torch.autocast casts nothing here.
+    Differentiable. max_seqlen_q and max_seqlen_k are checked, but not used.
     """
     check_qkv(q, k, v, DTYPES)
     check_max_seqlens(max_seqlen_q, max_seqlen_k)

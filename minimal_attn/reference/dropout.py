@@ -3,7 +3,7 @@
 keep_mask numbers the elements of (B, H, Sq, Sk) and asks Philox-4x32-7, a random number generator without state, for
 their words. The result depends on no tile size, order of threads or other call, so a kernel that forms one tile at a
 time, forward or backward, drops what definition.py drops. A call that has a part of the elements is told where they
-begin: seed_with_origins. Read next: ../_build.py, which compiles csrc.
+begin: seed_with_origins.
 """
 
 import torch
@@ -24,8 +24,7 @@ def _multiply(x, factor):
 
 
 def philox(counter, key):
-    """Philox-4x32-7: four random words of a counter of four words and a key of two. Each word is an int64 tensor with
-    values from 0 to 2³² - 1. They broadcast."""
+    """Philox-4x32-7: four random words of a counter of four and a key of two: int64, below 2³². They broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -57,8 +56,7 @@ def seed_with_origins(seed, origins):
 
 
 def keep_mask(seed, dropout_p, batch_size, nheads, seqlen_q, seqlen_k, device):
-    """Which probabilities survive dropout: bool (B, H, Sq, Sk). About 16 bytes an element are in use on the way, as the
-    words are int64.
+    """Which probabilities survive dropout: bool (B, H, Sq, Sk). The words on the way take 16 bytes an element.
 
     One Philox call serves eight elements of a tile of 16 rows and 16 columns: rows r and r + 8, r < 8, and columns 2c,
     2c + 1, 2c + 8 and 2c + 9, c < 4. These are what one thread holds of such a tile (PTX ISA, operand A of

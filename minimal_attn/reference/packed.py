@@ -1,7 +1,7 @@
 """Packed batches: samples of different lengths one after the other, without padding between them.
 
 unpad_input and pad_input go from a padded batch to a packed one and back. as_padded is for backends that know padded
-batches alone, with_own_keys for those without gradients of keys that samples share. Read next: ../checks.py.
+batches alone, with_own_keys for those without gradients of keys that samples share.
 """
 
 import torch
@@ -62,8 +62,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def check_mask(name, mask, x):
-    """mask as bool, True or not 0 where a position of x (B, S, ...) is valid; TypeError and ValueError as
-    check_tensor_of."""
+    """mask as bool, True or not 0 where a position of x (B, S, ...) is valid; errors as of check_tensor_of."""
     if x.ndim < 2:
         raise ValueError(f"hidden_states must be (B, S, ...), got {tuple(x.shape)}")
     check_tensor_of(name, mask, x.device, dict(zip("BS", x.shape)))
@@ -71,8 +70,7 @@ def check_mask(name, mask, x):
 
 
 def as_padded(forward, q, k, v, options):
-    """The result of a packed batch, by a Backend's forward of padded batches. Each sample is copied to rows of its own,
-    so nothing of the others can reach it."""
+    """The result of a packed batch, by a Backend's forward of padded batches: each sample gets rows of its own."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = options.lengths
     begin_q, seqlen_q = begins_and_lengths(cu_seqlens_q, q.shape[2])
     if seqused_q is not None:
@@ -179,7 +177,6 @@ def _keys(cu_seqlens_k, seqused_k, total):
 
 
 def _padded_rows(begin, seqlen, total):
-    """Row numbers (B, S) in the packed tensor of each row of the padded one. S is the length of the longest sample, or
-    `total` where the lengths cannot be read."""
+    """The packed row of each padded one, (B, S). S is the largest length, or `total` where lengths cannot be read."""
     longest = min(max(1, int(seqlen.max())), total) if can_read(seqlen) else total
     return (begin[:, None] + torch.arange(longest, device=begin.device)).clamp(max=total - 1)

@@ -1,7 +1,4 @@
-"""Caches of keys and values in plain torch: their checks, and the copy of what the samples of a batch use of one.
-
-Read next: append.py, which writes into a cache; definition.py, which is given such copies.
-"""
+"""Caches of keys and values in plain torch: their checks, and the copy of what the samples of a batch use of one."""
 
 import torch
 

@@ -1,8 +1,7 @@
 """Masks and biases of scores: windows, lengths, ALiBi and attn_bias.
 
 The score of row i and key j is s = softmax_scale · q_i · k_j. With softcap it becomes softcap · tanh(s / softcap).
-ALiBi then subtracts slope · |i + seqlen_k - seqlen_q - j|, and a bias is added. A mask hides scores. Read next:
-definition.py, which forms all scores.
+ALiBi then subtracts slope · |i + seqlen_k - seqlen_q - j|, and a bias is added. A mask hides scores.
 """
 
 import math
@@ -45,8 +44,7 @@ def visible_keys(seqlen_q, seqlen_k, window, lengths, device, chunk=0):
 
 
 def as_attn_mask(q, k, options, visible):
-    """attn_mask of SDPA for ALiBi, attn_bias and the keys that are visible (None: all): None, bool or float,
-    broadcastable to (B, H, Sq, Sk)."""
+    """SDPA's attn_mask of ALiBi, attn_bias and visible keys: None, bool or float, broadcastable to (B, H, Sq, Sk)."""
     bias = None if options.attn_bias is None else without_repeats(options.attn_bias)
     if bias is not None and bias.dtype == torch.bool:
         visible, bias = bias if visible is None else bias & visible, None

@@ -1,8 +1,8 @@
 """Tree masks: which of a sample's new tokens see each other, where a draft for speculative decoding branches.
 
-A draft of up to 64 tokens is a tree: a token sees itself and the tokens on its way to the root (Miao et al.,
-SpecInfer, 2024). All of them see the keys before the new ones. Kernels take a tree mask as words: bit j of the word of
-a token says whether it sees the j-th new key. Read next: definition.py, which takes it as a bias.
+A draft of up to 64 tokens is a tree: a token sees itself and the tokens on its way to the root (Miao et al., SpecInfer,
+2024). All of them see the keys before the new ones. Kernels take a tree mask as words: bit j of the word of a token
+says whether it sees the j-th new key.
 """
 
 import torch
@@ -58,8 +58,7 @@ def check_tree_mask(tree_mask, q, causal, others):
 
 
 def seen_in_tree(words, seqlen_k, lengths):
-    """Which keys of a padded batch a row sees by the words (B, Sq) of a tree mask, wherever rows and keys end: bool
-    (B, 1, Sq, Sk)."""
+    """Which keys of a padded batch a row sees by the words (B, Sq) of a tree mask: bool (B, 1, Sq, Sk)."""
     rows, cols, own = positions(words.shape[1], seqlen_k, lengths, words.device)
     new = cols - (own - rows)
     return (new < 0) | (words[:, None, :, None] >> new.clamp(0, MAX_TOKENS - 1) & 1).bool()

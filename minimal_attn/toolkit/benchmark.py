@@ -1,7 +1,6 @@
 """How long a function takes and what memory it needs: the one timer of the project, and a runner that compares.
 
-On a GPU every call starts with a cold L2 and is timed by events of the stream; elsewhere by the clock. Read next:
-../bench/, which measures every attention of this machine with it; validation.py, whether results are right.
+On a GPU every call starts with a cold L2 and is timed by events of the stream; elsewhere by the clock.
 """
 
 import functools
@@ -43,8 +42,7 @@ def benchmark_fn(fn: Callable, *args: Any, warmup: int = 25, rep: int = 100, qua
 
 
 def peak_bytes(fn: Callable, *args: Any, **kwargs: Any) -> int | None:
-    """Peak memory of one call in bytes, beyond what was allocated before it. The result counts. None without a GPU,
-    where torch does not count."""
+    """Peak memory of one call in bytes, with its result, beyond what was allocated before; None without a GPU."""
     gpu = _gpu_of(*args, *kwargs.values())
     if gpu is None:
         return None
@@ -96,9 +94,8 @@ class BenchmarkResult:
 
 
 class BenchmarkRunner:
-    """Measures functions beside torch on a device, "cuda" or "cpu", with warmup and rep as of benchmark_fn. Each
-    benchmark returns its results, in the order of measurement, and adds them to `results`. RuntimeError without a GPU
-    for the device "cuda"."""
+    """Measures functions beside torch on a device, "cuda" (RuntimeError without a GPU) or "cpu", with warmup and rep as
+    of benchmark_fn. Each benchmark returns its results, in the order of measurement, and adds them to `results`."""
 
     def __init__(self, device: str = "cuda", warmup: int = 25, rep: int = 100):
         self.device, self.warmup, self.rep = device, warmup, rep
@@ -139,8 +136,7 @@ class BenchmarkRunner:
 
     def print_comparison_table(self, results: list[BenchmarkResult] | None = None,
                                title: str = "Benchmark Results") -> None:
-        """Print results, self.results if None, each beside the last "PyTorch" of its size. ModuleNotFoundError
-        without rich."""
+        """Print results, or self.results, beside the last "PyTorch" of each size. ModuleNotFoundError without rich."""
         try:
             from rich.box import SIMPLE_HEAD
             from rich.console import Console

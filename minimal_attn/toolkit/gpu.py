@@ -1,7 +1,7 @@
 """Facts about a GPU: its architecture, the features that kernels are chosen by, sizes.
 
 Everything follows from the compute capability (CUDA C++ Programming Guide, "Compute Capabilities"), so no list of
-product names can be out of date. Read next: ../csrc/ops/kernels.h, which chooses between the kernels of csrc.
+product names can be out of date.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Which kernel is the right one here, and with which tiles: what the kernels use, read from their own tables.
-
-Read next: ../attention.py, which chooses at every call; ../../triton_ref/attention.py and matmul.py, the tables.
-"""
+"""Which kernel is the right one here, and with which tiles: what the kernels use, read from their own tables."""
 
 import functools
 from collections.abc import Callable
@@ -17,8 +14,7 @@ SIZE = 4096  # of the matrices that nothing is said about
 
 
 class AdaptiveKernelSelector:
-    """Chooses kernels for its `device`: GPU device_id, or the CPU where there is none. `gpu` has its GPUCapabilities,
-    or None for the CPU."""
+    """Chooses kernels for its `device`: GPU device_id, whose GPUCapabilities `gpu` is, or the CPU, with gpu None."""
 
     def __init__(self, device_id: int = 0):
         self.gpu = detect_gpu(device_id) if torch.cuda.is_available() else None
@@ -31,8 +27,7 @@ class AdaptiveKernelSelector:
         backend: "triton", "torch", or "auto": "triton" on a GPU that Triton serves, else "torch".
 
         Returns:
-            {"backend", "kernel"}, with "triton" also its tiles and launch options: those of its table, from which
-            autotuning may depart.
+            {"backend", "kernel"}, with "triton" also tiles and launch options, from which autotuning may depart.
 
         Raises:
             ValueError: another backend. TypeError: a wrong dtype. ModuleNotFoundError: no Triton.
@@ -84,8 +79,7 @@ class AdaptiveKernelSelector:
         return triton_matmul
 
     def select_attention_kernel(self) -> Callable:
-        """flash_attention by the backend that is best here: "cuda" on a GPU where csrc can be built, "triton" on
-        another one, "torch" on the CPU."""
+        """flash_attention by the backend that is best here, as "auto" chooses it."""
         return functools.partial(flash_attention, backend=self.get_attention_config()["backend"])
 
 

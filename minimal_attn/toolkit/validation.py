@@ -2,7 +2,7 @@
 
 A result of 16 bits cannot be nearer to the truth than its rounding, so the tolerance is the larger of what the caller
 gives and what torch's own error in that dtype allows, by the error rule of tests/cases.py: twice torch's largest error,
-and half an ulp of the largest value. Read next: ../reference/definition.py.
+and half an ulp of the largest value.
 """
 
 from collections.abc import Callable

@@ -174,7 +174,7 @@ def test_sigint_bench_writes_rows(tmp_path, start):
 
 
 def test_error_is_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "check", raises)
+    monkeypatch.setattr(crosscheck, "run", raises)
     monkeypatch.delenv("MINIMAL_ATTN_TRACEBACK", raising=False)
     assert cli.main(["check"]) == 1
     line, = capsys.readouterr().err.splitlines()

@@ -179,8 +179,8 @@ def parse_minimal_attn(words, monkeypatch):
     def parsed(*args):
         raise Parsed
 
-    for name in ("demo", "check", "print_info"):
-        monkeypatch.setattr(cli, name, parsed)
+    for name in ("bench.demo.run", "command.crosscheck.run", "cli.print_info"):
+        monkeypatch.setattr(f"minimal_attn.{name}", parsed)
     run_main(cli, words, monkeypatch)
 
 
