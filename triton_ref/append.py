@@ -11,7 +11,7 @@ import triton.language as tl
 from minimal_attn.checks import empty_like
 
 from .attention import block_d
-from .launching import INTERPRETING, Launch, layouts, remember, to_float
+from .launching import Launch, layouts, remember
 from .sequence import head_of, new_rows, rotary_row, sample_row, strides_of
 
 # Parameters that should not be compiled for.
@@ -158,12 +158,6 @@ def launch_of(k_new, v_new, k_cache, v_cache, append, q_rotated):
 def run(k_new, v_new, k_cache, v_cache, append):
     """(q_rotated, lengths) of checked inputs and minimal_attn.options.Append, see ops.triton_append; writes into the
     caches."""
-    if INTERPRETING and k_new.dtype == torch.bfloat16:
-        k, v = to_float(k_cache), to_float(v_cache)
-        in_float = {name: to_float(getattr(append, name)) for name in ("q", "rotary_cos", "rotary_sin")}
-        rotated, lengths = run(to_float(k_new), to_float(v_new), k, v, append._replace(**in_float))
-        k_cache.copy_(k), v_cache.copy_(v)
-        return rotated.to(torch.bfloat16), lengths
     if append.rotary_cos is None:
         append = append._replace(q=None, cu_seqlens_q=None, rotary_seqlens=None)
     q_rotated = None if append.q is None else empty_like(append.q)

@@ -20,8 +20,7 @@ from minimal_attn.options import Options, warn
 
 from . import autotune as tuner
 from .dropout import Dropout, dropout_of, keep_tile
-from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, mask_of, plan_key,
-                        properties, remember, to_float)
+from .launching import INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, mask_of, plan_key, properties, remember
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
 from .scores import (LOWEST, Scores, bias_bytes, capped, log2_unit, online_softmax, score_numbers, score_options,
                      score_strides, shifted)
@@ -407,19 +406,12 @@ def launch(config, arguments, mask, tma):
 _plans = {}  # {all that a launch depends on: the launch}
 
 
-def in_float(options):
-    """Converts a bfloat16 bias in options to fp32, for inputs converted by to_float."""
-    bias = options.attn_bias
-    return options if bias is None or bias.dtype != torch.bfloat16 else options._replace(attn_bias=to_float(bias))
-
-
 def run(q, k, v, options, config=None):
     """(out, lse, max_logits or None) of checked inputs and minimal_attn.options.Options, by config or else by one of
     tile_configs."""
-    if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
-        out, *more = run(*map(to_float, (q, k, v)), in_float(options), config)
-        return empty_outputs(q, v)[0].copy_(out), *more
     out, lse = empty_outputs(q, v)
+    if INTERPRETING and q.dtype in FP8_DTYPES:  # as bfloat16, see launching.py
+        q, k, v = (x.float().contiguous() for x in (q, k, v))
     max_logits = torch.empty_like(lse) if options.return_max_logits else None
     if not out.numel():
         return out, lse, max_logits

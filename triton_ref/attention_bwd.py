@@ -21,12 +21,11 @@ from minimal_attn.checks import empty_like
 from minimal_attn.options import Lengths
 
 from . import autotune as tuner
-from .attention import Tile, block_d, can_use_tma, config_of, in_float, tile_of
+from .attention import Tile, block_d, can_use_tma, config_of, tile_of
 from .attention_bwd_kernels import (PAD, _flash_bwd_bias, _flash_bwd_kv, _flash_bwd_kv_packed, _flash_bwd_q,
                                     _flash_bwd_q_packed, _preprocess, _preprocess_packed, _splits_of)
 from .dropout import dropout_of
-from .launching import (INTERPRETING, Launch, kind_of, mask_of, plan_key, properties, remember, sum_splits,
-                        to_float)
+from .launching import INTERPRETING, Launch, kind_of, mask_of, plan_key, properties, remember, sum_splits
 from .scores import bias_bytes, score_strides, score_options
 from .sequence import num_slots, strides_of
 
@@ -153,10 +152,6 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
     if (q.dtype == torch.float32 and options.dropout_seed is not None and options.attn_bias is not None
             and not INTERPRETING):
         raise NotImplementedError("backend='triton' has no backward pass in float32 for dropout with attn_bias")
-    if INTERPRETING and q.dtype == torch.bfloat16:
-        *gradients, dsinks, dbias = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, in_float(options), need_dq,
-                                        need_dkv, need_dsinks, need_dbias)
-        return *(x if x is None else x.bfloat16() for x in gradients), dsinks, dbias_of(options, dbias)
     dq = empty_like(q) if need_dq else None
     dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
     dbias = lse.new_zeros(options.attn_bias.shape) if need_dbias else None  # a sum of many, so as they are

@@ -22,7 +22,7 @@ from minimal_attn.checks import MAX_SEQLEN, empty_outputs
 from minimal_attn.reference.pages import capacity_of
 
 from .attention import add_product, block_d, config_of, finish, shared_memory, tile_of
-from .launching import INTERPRETING, WINDOW, Launch, layouts, mask_of, properties, remember, to_float
+from .launching import WINDOW, Launch, mask_of, plan_key, properties, remember
 from .mask import keys_of, make_mask, sees
 from .scores import (Scores, capped, log2_unit, online_softmax, score_numbers, score_options, score_strides, shifted,
                      unit_of)
@@ -293,9 +293,6 @@ _plans = {}  # {all that the launches depend on: the launches}
 
 def run(q, k, v, options, cache):
     """(out, lse) of checked inputs, minimal_attn.options.Options and Cache. k and v are the caches."""
-    if INTERPRETING and q.dtype == torch.bfloat16:
-        out, lse = run(*map(to_float, (q, k, v)), options, cache)
-        return empty_outputs(q, v)[0].copy_(out), lse
     out, lse = empty_outputs(q, v)
     if not out.numel():
         return out, lse
@@ -311,8 +308,7 @@ def run(q, k, v, options, cache):
             o_accum = q.new_empty((*shape, v.shape[-1]), dtype=torch.float32)
             partial = o_accum, o_accum.new_empty(shape), o_accum.new_empty(shape)
         tables, scores = cache[:4], score_options(options)
-        key = (q.device, options.softmax_scale < 0, options.window, options.attention_chunk, scores.softcap is None,
-               rows, split_tokens, max_splits, *layouts(q, k, v, *lengths, *tables, options.sinks, scores.slopes))
+        key = *plan_key(options, q, k, v, *tables), rows, split_tokens, max_splits
         decode, combine = _plans.get(key) or remember(
             _plans, key, launches(q, k, v, out, options, cache, split_tokens, max_splits, rows), q.device)
         decode(q, k, v, out, lse, partial, lengths, tables, options.sinks, options.softmax_scale, scores)

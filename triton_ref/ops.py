@@ -21,9 +21,9 @@ def _options(of_op):
     return Options(**dict(zip(FORWARD_FIELDS, of_op)))
 
 
-def _run(q, k, v, options):
+def _run(q, k, v, options, *config):
     """What attention.run gives, as an op returns it."""
-    out, lse, max_logits = attention.run(q, k, v, options)
+    out, lse, max_logits = attention.run(q, k, v, options, *config)
     return out, lse, lse.new_empty(0) if max_logits is None else max_logits
 
 
@@ -59,11 +59,12 @@ def _backward(*inputs):
 
 
 class Attention(torch.autograd.Function):
-    """triton_forward with its derivative, without the dispatcher; apply takes all arguments of the op."""
+    """triton_forward with its derivative, without the dispatcher; apply takes all arguments of the op, and after them
+    the config of attention.run, if there is one."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = _run(*inputs[:3], _options(inputs[3:]))
+        output = _run(*inputs[:3], _options(inputs[3:]), *inputs[3 + len(FORWARD_FIELDS):])
         ops.save(ctx, inputs, output)
         return output
 

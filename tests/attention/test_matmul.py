@@ -210,7 +210,7 @@ def test_descriptors():
     for y, dim in ((x[:, :48], 1), (x[:, :48].T, 0)):
         assert matmul._contiguous_dim(y) == dim
         tile, block = matmul._tile(y, dim, 16, 32)
-        described = launching._descriptor(launching._TileMap(tile, block), y.data_ptr())
+        described = launching._TileMap(tile, block).at(y.data_ptr())
         assert described.base.data_ptr() == x.data_ptr() and described.base.dtype == torch.float16
         assert tuple(described.shape) == (40, 48) and tuple(described.strides) == (64, 1)
         assert tuple(described.block_shape) == ((16, 32) if dim == 1 else (32, 16))

@@ -386,7 +386,7 @@ def test_bad_input_of_attention(monkeypatch):
     def launch(*args, **options):
         raise autotune.OutOfResources(300 << 10, 227 << 10, "shared memory")
 
-    monkeypatch.setattr(classic, "run", launch)
+    monkeypatch.setattr(twin, "run", launch)
     with pytest.raises(ValueError, match="tiles of BM 64, BN 512 and head_dim 64 do not fit .*shared memory"):
         attention(half, half, half, True, 0.5, 64, 512)
 
