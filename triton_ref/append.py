@@ -22,14 +22,6 @@ TILE = 1024  # elements of a tile: 8 a thread
 
 
 @triton.jit
-def _in_tile(is_head, cols, head_dim, kMaskCols: tl.constexpr):
-    is_in_tile = is_head[:, None]
-    if kMaskCols:
-        is_in_tile &= (cols < head_dim)[None, :]
-    return is_in_tile
-
-
-@triton.jit
 def _rotated(x, strides, element, row, heads, cols, is_in_tile, table_row, cos_ptr, sin_ptr, kRotaryDim: tl.constexpr,
              kInterleaved: tl.constexpr):
     """Loads [heads, cols] of a row of x and rotates it. A pair (x, y) of columns becomes (x cos - y sin,
@@ -94,6 +86,7 @@ def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr
     seqused_k_ptr, page_table_ptr, batch_idx_ptr, cu_seqlens_new_ptr, slot_mapping_ptr = tables
     pid = tl.program_id(0)
     cols, cols_v = tl.arange(0, kBlockD), tl.arange(0, kBlockDv)
+    is_col = (cols < head_dim) | (not kMaskCols)
     if pid < new_programs:
         parts = (nheads_k + kHeads - 1) // kHeads
         heads = pid % parts * kHeads + tl.arange(0, kHeads)
@@ -102,8 +95,8 @@ def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr
                                               num_sequences, kPageSize)
         table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i, capacity, seqlen_rotary)
         is_head = heads < tl.where(is_place, nheads_k, 0)  # no scalar condition in a mask, see decode.py
-        is_in_tile = _in_tile(is_head, cols, head_dim, kMaskCols)
-        is_in_tile_v = _in_tile(is_head, cols_v, head_dim_v, kMaskCols)
+        is_in_tile = is_head[:, None] & is_col[None, :]
+        is_in_tile_v = is_head[:, None] & ((cols_v < head_dim_v) | (not kMaskCols))[None, :]
         k = _rotated(k_new_ptr, k_new_strides, element, row, heads, cols, is_in_tile, table_row, cos_ptr, sin_ptr,
                      kRotaryDim, kInterleaved)
         v = _rotated(v_new_ptr, v_new_strides, element, row, heads, cols_v, is_in_tile_v, 0, None, None, 0, False)
@@ -117,7 +110,7 @@ def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr
             b, i, element, row = sample_row(cu_seqlens_q_ptr, of_q // parts, batch_size, seqlen_q)
             table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i if kAdvances else 0, capacity,
                                    seqlen_rotary)
-            is_in_tile = _in_tile(heads < nheads, cols, head_dim, kMaskCols)
+            is_in_tile = (heads < nheads)[:, None] & is_col[None, :]
             q = _rotated(q_ptr, q_strides, element, row, heads, cols, is_in_tile, table_row, cos_ptr, sin_ptr,
                          kRotaryDim, kInterleaved)
             _store(q_rotated_ptr, rotated_strides, element, row, heads, cols, is_in_tile, q)

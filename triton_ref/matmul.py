@@ -152,14 +152,11 @@ def _launch(a, b, c, dims, num_sms, config):
     kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages = config.values()
     m_blocks = cdiv(m, kBlockM)
     programs, is_trans, tiles = m_blocks * cdiv(n, kBlockN) * kSplits, (False, False), ()
-
-    def new_partial(c, device=None):
-        return c.new_empty((kSplits * m_blocks * kBlockM, n), dtype=torch.float32, device=device)
-
+    of_partial = kSplits * m_blocks * kBlockM, n
     if dims:
         programs, is_trans = min(programs, num_sms), (dims[0] == 0, dims[1] == 0)
         tiles = (_tile(a, dims[0], kBlockM, kBlockK), _tile(b, dims[1], kBlockK, kBlockN),
-                 _tile(c if kSplits == 1 else new_partial(c, "meta"), 1, kBlockM, kBlockN))
+                 _tile(c if kSplits == 1 else torch.empty(of_partial, device="meta"), 1, kBlockM, kBlockN))
     constants = m, n, k, *a.stride(), *b.stride(), dims is not None, *is_trans, kBlockM, kBlockN, kBlockK, kSplits
     product = Launch(_matmul, programs, constants, tiles, num_warps=num_warps, num_stages=num_stages)
     if kSplits == 1:
@@ -167,7 +164,7 @@ def _launch(a, b, c, dims, num_sms, config):
     add = sum_splits(c, m_blocks * kBlockM * n, kSplits)
 
     def product_of_splits(a, b, c):
-        partial = new_partial(c)
+        partial = c.new_empty(of_partial, dtype=torch.float32)
         product(a, b, partial)
         add(partial, c)
 
@@ -180,7 +177,7 @@ def _multiply(a: Tensor, b: Tensor, block_m: Optional[int], block_n: Optional[in
     c = a.new_empty((a.shape[0], b.shape[1]))
     if 0 in a.shape or 0 in b.shape:
         return c.zero_()
-    options = block_m, block_n, block_k, use_autotune and autotune.is_on()
+    options = use_autotune and autotune.is_on(), block_m, block_n, block_k
     key = (a.device, *layouts(a, b), *options)
     with torch.accelerator.device_index(a.device.index):  # no index, nothing to do: the CPU
         plan = _plans.get(key) or remember(_plans, key, _plan(a, b, c, *options), a.device)
@@ -191,7 +188,7 @@ def _multiply(a: Tensor, b: Tensor, block_m: Optional[int], block_n: Optional[in
 _plans = {}  # {all that a launch depends on: the launch}
 
 
-def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
+def _plan(a, b, c, use_autotune, *blocks):
     """_launch's function for a config: that of the given sizes of blocks, else the tuned or the usual one."""
     (m, k), n = a.shape, b.shape[1]
     capability, shared_memory, num_sms = properties(a.device)
@@ -199,20 +196,15 @@ def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
     # TMA copies rows that start at multiples of 16 bytes, of c as well.
     if capability < 90 or None in dims or a.dtype == torch.float32 or n % 8:
         dims = None
-    gpu = dims is not None, num_sms, shared_memory
-    key = None
-    if None not in (block_m, block_n, block_k):
-        config = _config(a.dtype, block_m, block_n, block_k, 1, dims is not None, shared_memory)
-        if config["num_stages"] < 1:
-            raise ValueError(f"block_m, block_n and block_k must fit {shared_memory} bytes of shared memory, which "
-                             f"{block_m}, {block_n} and {block_k} do not in {a.dtype}")
-        configs = [config]
-    elif use_autotune:
-        sizes = _bucket(m), _bucket(n), _bucket(k)
-        layout = dims or tuple(stride == 1 for stride in (*a.stride(), *b.stride()))
-        configs, key = _ranked(a.dtype, *sizes, *gpu), (str(a.dtype), *sizes, *layout)
+    sizes = tuple(map(_bucket, (m, n, k))) if use_autotune else (m, n, k)
+    if None in blocks:
+        configs = _ranked(a.dtype, *sizes, dims is not None, num_sms, shared_memory)
     else:
-        configs = [tile_config(a.dtype, m, n, k, *gpu)]
+        configs = [_config(a.dtype, *blocks, 1, dims is not None, shared_memory)]
+        if configs[0]["num_stages"] < 1:
+            raise ValueError(f"block_m, block_n and block_k must fit {shared_memory} bytes of shared memory, which "
+                             f"{blocks} do not in {a.dtype}")
+    key = (str(a.dtype), *sizes, *(dims or [stride == 1 for stride in (*a.stride(), *b.stride())]))
     return autotune.fastest_launch("matmul", key, configs, lambda config: _launch(a, b, c, dims, num_sms, config),
                                    (a, b, c), use_autotune)
 

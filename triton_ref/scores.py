@@ -184,14 +184,9 @@ def _tanh(x, kFast: tl.constexpr):
     return y
 
 
-NO_SCORES = ScoreOptions(None, None, None)
-
-
 def score_options(options):
     """The ScoreOptions of minimal_attn.options.Options."""
     bias = options.attn_bias
-    if bias is None and options.alibi_slopes is None and not options.softcap:
-        return NO_SCORES
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
     elif bias is not None and bias.dtype == torch.bfloat16 and INTERPRETING:  # see launching.py
