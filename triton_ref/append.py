@@ -102,18 +102,17 @@ def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr
         v = _rotated(v_new_ptr, v_new_strides, element, row, heads, cols_v, is_in_tile_v, 0, None, None, 0, False)
         _store(k_cache_ptr, k_strides, sequence, place, heads, cols, is_in_tile, k)
         _store(v_cache_ptr, v_strides, sequence, place, heads, cols_v, is_in_tile_v, v)
-    elif pid < new_programs + q_programs:
-        if q_ptr is not None:
-            parts = (nheads + kHeads - 1) // kHeads
-            of_q = pid - new_programs
-            heads = of_q % parts * kHeads + tl.arange(0, kHeads)
-            b, i, element, row = sample_row(cu_seqlens_q_ptr, of_q // parts, batch_size, seqlen_q)
-            table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i if kAdvances else 0, capacity,
-                                   seqlen_rotary)
-            is_in_tile = (heads < nheads)[:, None] & is_col[None, :]
-            q = _rotated(q_ptr, q_strides, element, row, heads, cols, is_in_tile, table_row, cos_ptr, sin_ptr,
-                         kRotaryDim, kInterleaved)
-            _store(q_rotated_ptr, rotated_strides, element, row, heads, cols, is_in_tile, q)
+    elif q_ptr is not None and pid < new_programs + q_programs:
+        parts = (nheads + kHeads - 1) // kHeads
+        of_q = pid - new_programs
+        heads = of_q % parts * kHeads + tl.arange(0, kHeads)
+        b, i, element, row = sample_row(cu_seqlens_q_ptr, of_q // parts, batch_size, seqlen_q)
+        table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i if kAdvances else 0, capacity,
+                               seqlen_rotary)
+        is_in_tile = (heads < nheads)[:, None] & is_col[None, :]
+        q = _rotated(q_ptr, q_strides, element, row, heads, cols, is_in_tile, table_row, cos_ptr, sin_ptr, kRotaryDim,
+                     kInterleaved)
+        _store(q_rotated_ptr, rotated_strides, element, row, heads, cols, is_in_tile, q)
     elif lengths_ptr is not None:
         samples = (pid - new_programs - q_programs) * kBlock + tl.arange(0, kBlock)
         count, taken = new_rows(cu_seqlens_new_ptr, seqused_k_ptr, tl.minimum(samples, batch_size - 1), batch_size,

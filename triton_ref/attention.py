@@ -20,7 +20,7 @@ from minimal_attn.options import Options, warn
 
 from . import autotune as tuner
 from .dropout import dropout_of, keep_tile
-from .launching import INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, mask_of, plan_key, properties, remember
+from .launching import INTERPRETING, WINDOW, Launch, kind_of, mask_of, packed, plan_key, properties, remember
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
 from .scores import (LOWEST, Scores, bias_bytes, capped, log2_unit, online_softmax, score_numbers, score_options,
                      score_strides, shifted)
@@ -188,14 +188,11 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     h_k = h // (nheads // nheads_k)
     rows = row0 + tl.arange(0, kBlockM)
     seq = sequence(lengths, sample, batch_size, seqlen_q, seqlen_k)
-    if kIsPacked:
-        if row0 >= seq.padded_q:
-            return
+    if kIsPacked and row0 >= seq.padded_q:
+        return
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
     visible, blocks = keys_of(mask, rows), key_blocks(mask, row0, kBlockM, kBlockN)
-    first_key = None
-    if kIsLocal:  # the rows see no key before it
-        first_key = keys_of(mask, row0).begin
+    first_key = keys_of(mask, row0).begin if kIsLocal else None  # the rows see no key before it
 
     q = matrix_of(q_ptr, q_strides, b, h, seq.q_begin, seq.seqlen_q, head_dim, kTile.kTma)
     k = matrix_of(k_ptr, k_strides, b, h_k, seq.k_begin, seq.seqlen_k, head_dim, kTile.kTma)
@@ -267,15 +264,11 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
                tl.where(is_empty[:, None], 0.0, acc_o * factor[:, None]))
 
 
-_flash_fwd_packed = triton.jit(do_not_specialize=[*WINDOW, *PACKED_SIZES])(_flash_fwd.fn)
-
 # (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and the larger of kBlockD and kBlockDv. The first
 # that fits serves without tuning; each list ends with one for the 99 KB of sm_86, sm_89 and sm_120.
 TILES = {
     # Products of true fp32 run on the plain FMA units and keep both operands in registers.
-    (4, 64): [(64, 32, 4, 2)],
-    (4, 128): [(32, 32, 4, 1)],
-    (4, 256): [(32, 32, 4, 1)],
+    (4, 64): [(64, 32, 4, 2)], (4, 128): [(32, 32, 4, 1)], (4, 256): [(32, 32, 4, 1)],
     # Two or three programs of four warps an SM hide each other's softmax. One of eight warps with large tiles moves
     # less memory, which pays for long sequences.
     (2, 64): [(128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3)],
@@ -374,7 +367,7 @@ def launch(config, arguments, mask, tma):
                  k.shape[2], head_dim, head_dim_v, *mask, softmax_scale < 0,
                  tile_of(config, head_dim, head_dim_v, tma))
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM)
-    return Launch(_flash_fwd_packed if lengths.is_packed else _flash_fwd, slots * q.shape[0] * nheads, constants,
+    return Launch(packed(_flash_fwd) if lengths.is_packed else _flash_fwd, slots * q.shape[0] * nheads, constants,
                   tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
 
 
@@ -384,9 +377,10 @@ _plans = {}  # {all that a launch depends on: the launch}
 def run(q, k, v, options, config=None):
     """(out, lse, max_logits or None) of checked inputs and minimal_attn.options.Options, by config or else by one of
     tile_configs."""
+    if INTERPRETING and q.dtype in FP8_DTYPES:  # for the same reason as bfloat16 in launching.py
+        out, *more = run(*(x.float().contiguous() for x in (q, k, v)), options, config)
+        return empty_outputs(q, v)[0].copy_(out), *more
     out, lse = empty_outputs(q, v)
-    if INTERPRETING and q.dtype in FP8_DTYPES:  # as bfloat16, see launching.py
-        q, k, v = (x.float().contiguous() for x in (q, k, v))
     max_logits = torch.empty_like(lse) if options.return_max_logits else None
     if not out.numel():
         return out, lse, max_logits

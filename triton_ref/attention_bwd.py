@@ -22,19 +22,16 @@ from minimal_attn.options import Lengths
 
 from . import autotune as tuner
 from .attention import block_d, can_use_tma, config_of, tile_of
-from .attention_bwd_kernels import (PAD, _flash_bwd_bias, _flash_bwd_kv, _flash_bwd_kv_packed, _flash_bwd_q,
-                                    _flash_bwd_q_packed, _preprocess, _preprocess_packed, _splits_of)
+from .attention_bwd_kernels import PAD, _flash_bwd_bias, _flash_bwd_kv, _flash_bwd_q, _preprocess, _splits_of
 from .dropout import dropout_of
-from .launching import INTERPRETING, Launch, kind_of, mask_of, plan_key, properties, remember, sum_splits
+from .launching import INTERPRETING, Launch, kind_of, mask_of, packed, plan_key, properties, remember, sum_splits
 from .scores import bias_bytes, score_strides, score_options
 from .sequence import num_slots, strides_of
 
 # Rows and keys of a tile, num_warps and num_stages, as TILES in attention.py. dK and dV take two sums and two operands,
 # twice the registers of dQ. So a program has fewer keys of its own for them than rows for dQ.
 KV_TILES = {
-    (4, 64): [(32, 32, 4, 1)],
-    (4, 128): [(16, 32, 4, 1)],
-    (4, 256): [(16, 16, 4, 1)],
+    (4, 64): [(32, 32, 4, 1)], (4, 128): [(16, 32, 4, 1)], (4, 256): [(16, 16, 4, 1)],
     (2, 64): [(128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2)],
     (2, 128): [(64, 64, 4, 2), (32, 64, 4, 2)],
     (2, 256): [(64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)],
@@ -46,16 +43,16 @@ SCORES_KV_TILES = KV_TILES | {
     (2, 256): [(32, 64, 8, 2), (32, 32, 4, 1)],
 }
 Q_TILES = {
-    (4, 64): [(32, 32, 4, 1)],
-    (4, 128): [(32, 16, 4, 1)],
-    (4, 256): [(16, 16, 4, 1)],
+    (4, 64): [(32, 32, 4, 1)], (4, 128): [(32, 16, 4, 1)], (4, 256): [(16, 16, 4, 1)],
     (2, 64): [(64, 64, 4, 2), (128, 64, 8, 3)],
     (2, 128): [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
     (2, 256): [(128, 32, 8, 2), (64, 32, 4, 3), (64, 32, 8, 2), (32, 32, 4, 1)],
 }
-# Both operands of both products are in shared memory, in fp32 in registers.
-BIAS_TILES = {(4, 64): [(32, 32, 4, 1)], (4, 128): [(32, 32, 4, 1)], (4, 256): [(16, 16, 4, 1)],
-              (2, 64): [(64, 64, 4, 1)], (2, 128): [(64, 64, 4, 1)], (2, 256): [(32, 32, 4, 1)]}
+# The gradient of a bias: both operands of both products are in shared memory, in fp32 in registers.
+BIAS_TILES = {
+    (4, 64): [(32, 32, 4, 1)], (4, 128): [(32, 32, 4, 1)], (4, 256): [(16, 16, 4, 1)],
+    (2, 64): [(64, 64, 4, 1)], (2, 128): [(64, 64, 4, 1)], (2, 256): [(32, 32, 4, 1)],
+}
 
 
 @functools.cache
@@ -105,15 +102,14 @@ def _launch(side, config, tma, arguments, mask, has_empty_rows, clears_delta):
     kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
     splits = ()
     if side == "kv":
-        function = _flash_bwd_kv_packed if is_packed else _flash_bwd_kv
+        function = packed(_flash_bwd_kv) if is_packed else _flash_bwd_kv
         max_splits = _num_splits(nheads // nheads_k, seqlen_q, seqlen_k, is_packed)
         slots = num_slots.fn(lengths.cu_seqlens_k, batch_size, seqlen_k, kBlockN)
         programs = q.shape[0] * slots * nheads_k * max_splits
         splits = max_splits, max(k.numel(), v.numel())
-        has_ragged_rows = is_packed or lengths.seqused_q is not None or seqlen_q % kBlockM != 0
-        flags = has_empty_rows, clears_delta, has_ragged_rows
+        flags = has_empty_rows, clears_delta, is_packed or lengths.seqused_q is not None or seqlen_q % kBlockM != 0
     elif side == "q":
-        function, flags = _flash_bwd_q_packed if is_packed else _flash_bwd_q, [has_empty_rows]
+        function, flags = packed(_flash_bwd_q) if is_packed else _flash_bwd_q, [has_empty_rows]
         programs = q.shape[0] * num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM) * nheads
     else:  # samples, heads, rows and keys may share a bias
         function, flags = _flash_bwd_bias, [n == 1 for n in gradients[0].shape]
@@ -128,7 +124,7 @@ def _launch(side, config, tma, arguments, mask, has_empty_rows, clears_delta):
     return Launch(function, programs, constants, tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
 
 
-_plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q", "bias", "sum_k" or "sum_v": the Launch}}
+_plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q", "bias": the Launch; "sums": two}}
 
 
 def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, need_dsinks=False, need_dbias=False):
@@ -190,15 +186,14 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
         if is_new:
             constants = (strides_of(out, dout, dlse), lengths.num_samples(q), nheads, seqlen_q, seqlen_pad,
                          out.shape[-1], 64, block_d(out.dtype, out.shape[-1]))
-            plan = {"preprocess": Launch(_preprocess_packed if lengths.is_packed else _preprocess,
+            plan = {"preprocess": Launch(packed(_preprocess) if lengths.is_packed else _preprocess,
                                          delta.numel() // 64, constants)}
         plan["preprocess"](*preprocessed, unit)
         if is_new:  # tiles are timed on what _preprocess made
             plan |= {side: _choose(side, arguments, options, has_empty_rows, clears_delta)
                      for side, arguments in sides.items()}
             if max_splits > 1:
-                plan |= {"sum_k": sum_splits(dk, split_stride, max_splits),
-                         "sum_v": sum_splits(dv, split_stride, max_splits)}
+                plan["sums"] = [sum_splits(x, split_stride, max_splits) for x in (dk, dv)]
             remember(_plans, key, plan, q.device)
         with _beside(q.device, need_dq and need_dkv and _pays_beside(q, k, v)) as second_stream:
             if need_dkv:
@@ -207,8 +202,8 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
                 with second_stream:
                     plan["q"](*sides["q"])
             if max_splits > 1:
-                plan["sum_k"](dkv_accum[0], dk)
-                plan["sum_v"](dkv_accum[1], dv)
+                for add, partial, gradient in zip(plan["sums"], dkv_accum, (dk, dv)):
+                    add(partial, gradient)
         if need_dbias:
             plan["bias"](*sides["bias"])
             dbias.copy_(dbias_accum)
@@ -216,12 +211,8 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
     return dq, dk, dv, dsinks, dbias
 
 
-@functools.cache
-def _stream(device, first):
-    """A second stream for each first one. Threads do not share it, since one may be capturing a CUDA graph."""
-    return torch.cuda.Stream(device)
-
-
+# A second stream for each first one. Threads do not share it, since one may be capturing a CUDA graph.
+_stream = functools.cache(lambda device, first: torch.cuda.Stream(device))
 MIN_WORK_FOR_A_STREAM = 2**34  # elements of Q times keys
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .attention import add_product, block_of_rows, clear_keys, load_tile, matrix_of, store_tile
 from .dropout import keep_tile
-from .launching import PACKED_SIZES, WINDOW
+from .launching import WINDOW
 from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
 from .scores import LOG2_E, Scores, capped, score_numbers, shifted, through_cap
 from .sequence import block_of_slot, head_of, num_slots, sequence
@@ -123,6 +123,7 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over those of a
     split. strides: of q, k, v, dout, dk and dv. kEmptyRows: the cut blocks may have rows without a key, or the next
     sample's. kClearDelta: and delta may be NaN there."""
+    kIsPacked: tl.constexpr = lengths.cu_seqlens_k is not None
     kBlockM: tl.constexpr = kTile.kBlockM
     kBlockN: tl.constexpr = kTile.kBlockN
     kBlockD: tl.constexpr = kTile.kBlockD
@@ -132,16 +133,15 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     split_idx, tile = tl.program_id(0) % max_splits, tl.program_id(0) // max_splits
     n_block, bh_k = tile % n_blocks, tile // n_blocks  # the keys that most rows see under a causal mask go first
     b, h_k = bh_k // nheads_k, bh_k % nheads_k
-    sample, pad_begin = b, 0
-    if lengths.cu_seqlens_k is not None:
+    sample = b
+    if kIsPacked:
         sample, n_block = block_of_slot(lengths.cu_seqlens_k, n_block, batch_size, seqlen_k, kBlockN)
     col0 = n_block * kBlockN
     cols = col0 + tl.arange(0, kBlockN)
     seq = sequence(lengths, sample, batch_size, seqlen_q, seqlen_k)
-    if lengths.cu_seqlens_k is not None:
-        if col0 >= seq.padded_k:
-            return
-        pad_begin = first_padded_row(seq)
+    if kIsPacked and col0 >= seq.padded_k:
+        return
+    pad_begin = first_padded_row(seq) if kIsPacked else 0
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
     seeing, blocks = rows_of(mask, cols), row_blocks(mask, col0, kBlockM, kBlockN)
 
@@ -243,16 +243,12 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, leng
     h_k = h // (nheads // nheads_k)
     rows = row0 + tl.arange(0, kBlockM)
     seq = sequence(lengths, sample, batch_size, seqlen_q, seqlen_k)
-    pad_begin = 0
-    if kIsPacked:
-        if row0 >= seq.padded_q:
-            return
-        pad_begin = first_padded_row(seq)
+    if kIsPacked and row0 >= seq.padded_q:
+        return
+    pad_begin = first_padded_row(seq) if kIsPacked else 0
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
     visible, blocks = keys_of(mask, rows), key_blocks(mask, row0, kBlockM, kBlockN)
-    first_key = None
-    if kIsLocal:  # the rows see no key before it
-        first_key = keys_of(mask, row0).begin
+    first_key = keys_of(mask, row0).begin if kIsLocal else None  # the rows see no key before it
 
     q = matrix_of(q_ptr, q_strides, b, h, seq.q_begin, seq.seqlen_q, head_dim, kTile.kTma)
     k = matrix_of(k_ptr, k_strides, b, h_k, seq.k_begin, seq.seqlen_k, head_dim, kTile.kTma)
@@ -348,8 +344,3 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
         dbias, rows = tl.sum(dbias, 0, keep_dims=True), tl.zeros([1, 1], tl.int32)
     to = head_of(dbias_ptr, dbias_strides, b_begin, h_begin, 0) + rows.to(tl.int64) * dbias_strides.row + cols
     tl.store(to, dbias, mask=(rows < seqlen_q) & (cols < seqlen_k))
-
-
-_preprocess_packed = triton.jit(do_not_specialize=PACKED_SIZES)(_preprocess.fn)
-_flash_bwd_kv_packed, _flash_bwd_q_packed = (triton.jit(do_not_specialize=[*WINDOW, *PACKED_SIZES])(x.fn)
-                                             for x in (_flash_bwd_kv, _flash_bwd_q))

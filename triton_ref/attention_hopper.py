@@ -12,12 +12,14 @@ section 3.2). Keys go from right to left, so that the blocks a mask cuts come fi
 Read next: the PTX ISA, sections on mbarrier, cp.async.bulk.tensor and wgmma.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, tma, warpgroup_mma,
                                                               warpgroup_mma_wait)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minimal_attn.options import Lengths
 
@@ -261,8 +263,9 @@ def launch(config, q, k, v, out, causal, num_sms):
     """attention.launch for a call that attention.hopper_serves."""
     kConsumers, kBlockN, kBlockD, kStages = config.values()
     dtype = getattr(gl, str(q.dtype).removeprefix("torch."))
-    tiles = [(x, block, gl.NVMMASharedLayout.get_default_for(list(block), dtype)) for x, block in (
-        (x, (1, 1, rows, kBlockD)) for x, rows in ((q, 64), (k, kBlockN), (v, kBlockN), (out, 64)))]
+    blocks = [(x, [1, 1, rows, kBlockD]) for x, rows in ((q, 64), (k, kBlockN), (v, kBlockN), (out, 64))]
+    tiles = [(x, block, functools.partial(TensorDescriptor, layout=gl.NVMMASharedLayout.get_default_for(block, dtype)))
+             for x, block in blocks]
     num_tiles = -(-q.shape[2] // (64 * kConsumers)) * q.shape[0] * q.shape[1]
     if num_tiles > MAX_PROGRAMS:
         raise ValueError(f"too many rows: {num_tiles} tiles of {64 * kConsumers}, a launch takes {MAX_PROGRAMS}")

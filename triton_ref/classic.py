@@ -3,7 +3,6 @@
 import math
 import operator
 
-import torch
 import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources

@@ -22,7 +22,7 @@ from minimal_attn.checks import MAX_SEQLEN, empty_outputs
 from minimal_attn.reference.pages import capacity_of
 
 from .attention import add_product, block_d, config_of, finish, shared_memory, tile_of
-from .launching import WINDOW, Launch, mask_of, plan_key, properties, remember
+from .launching import WINDOW, Launch, layouts, mask_of, properties, remember
 from .mask import keys_of, make_mask, sees
 from .scores import (Scores, capped, log2_unit, online_softmax, score_numbers, score_options, score_strides, shifted,
                      unit_of)
@@ -165,14 +165,13 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
 
     cols = tl.arange(0, kBlockDv)
     o_accum_ptr, max_accum_ptr, sum_accum_ptr = partial
-    if o_accum_ptr is not None:
-        if share.num_splits > 1:
-            part = (tl.cast(sample, tl.int64) * nheads_k + h_k) * max_splits + split_idx
-            places = part * split_tokens * kGroup + rows
-            tl.store(max_accum_ptr + places, row_max, mask=is_row)
-            tl.store(sum_accum_ptr + places, row_sum, mask=is_row)
-            tl.store(o_accum_ptr + places[:, None] * head_dim_v + cols[None, :],
-                     tl.where(row_sum[:, None] == 0.0, 0.0, acc_o), mask=is_row[:, None] & (cols[None, :] < head_dim_v))
+    if o_accum_ptr is not None and share.num_splits > 1:
+        part = (tl.cast(sample, tl.int64) * nheads_k + h_k) * max_splits + split_idx
+        places = part * split_tokens * kGroup + rows
+        tl.store(max_accum_ptr + places, row_max, mask=is_row)
+        tl.store(sum_accum_ptr + places, row_sum, mask=is_row)
+        tl.store(o_accum_ptr + places[:, None] * head_dim_v + cols[None, :],
+                 tl.where(row_sum[:, None] == 0.0, 0.0, acc_o), mask=is_row[:, None] & (cols[None, :] < head_dim_v))
     is_empty = row_sum == 0.0
     factor, lse = finish(tl.where(is_empty, 0.0, row_max) * numbers.unit, row_sum, is_empty, 1.0, sinks_ptr, heads,
                          is_row)
@@ -305,7 +304,8 @@ def run(q, k, v, options, cache):
             o_accum = q.new_empty((*shape, v.shape[-1]), dtype=torch.float32)
             partial = o_accum, o_accum.new_empty(shape), o_accum.new_empty(shape)
         tables, scores = cache[:4], score_options(options)
-        key = *plan_key(options, q, k, v, *tables), rows, split_tokens, max_splits
+        key = (q.device, options.softmax_scale < 0, options.window, options.attention_chunk, scores.softcap is None,
+               rows, split_tokens, max_splits, *layouts(q, k, v, *lengths, *tables, options.sinks, scores.slopes))
         decode, combine = _plans.get(key) or remember(
             _plans, key, launches(q, k, v, out, options, cache, split_tokens, max_splits, rows), q.device)
         decode(q, k, v, out, lse, partial, lengths, tables, options.sinks, options.softmax_scale, scores)

@@ -48,9 +48,12 @@ def carries(word, keep_count):
     return (word & 0x7FFF7FFF) + tl.cast(keep_count, tl.uint32) * 0x10001
 
 
+NO_DROPOUT = Dropout(None, float(keep_count(0.0)), keep_scale(0.0))
+
+
 def dropout_of(options):
     """The Dropout of a kernel. A seed_with_origins goes as uint64: a kernel is compiled for it."""
     seed, p = options.dropout_seed, options.dropout_p
-    if seed is not None and seed.numel() > 1:
-        seed = seed.view(torch.uint64)
-    return Dropout(seed, float(keep_count(p)), keep_scale(p))
+    if seed is None:
+        return NO_DROPOUT
+    return Dropout(seed if seed.numel() == 1 else seed.view(torch.uint64), float(keep_count(p)), keep_scale(p))

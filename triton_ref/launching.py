@@ -39,22 +39,17 @@ def properties(device):
 
 
 class _TileMap:
-    """How TMA finds tiles of the shape `block` in tensors such as x, wherever they begin. layout is that of Gluon's
-    shared memory, None for Triton's."""
+    """How TMA finds tiles of the shape `block` in tensors such as x, wherever they begin."""
 
-    def __init__(self, x, block, layout=None):
+    def __init__(self, x, block, descriptor=TensorDescriptor):
         strides = [stride if n > 1 else 16 for n, stride in zip(x.shape[:-1], x.stride())]
-        self.dtype, self.sizes = x.dtype, (list(x.shape), [*strides, 1], list(block))
-        self.layout = layout
+        self.dtype, self.sizes, self.descriptor = x.dtype, (list(x.shape), [*strides, 1], list(block)), descriptor
 
     @functools.lru_cache(maxsize=4096)
     def at(self, address):
         # In place of a tensor: it has all that a descriptor asks for, but keeps no memory alive.
         memory = types.SimpleNamespace(dtype=self.dtype, data_ptr=lambda: address)
-        if self.layout is None:
-            return TensorDescriptor(memory, *self.sizes)
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-        return GluonDescriptor(memory, *self.sizes, self.layout)
+        return self.descriptor(memory, *self.sizes)
 
 
 _thread = threading.local()
@@ -76,8 +71,8 @@ class Launch:
         function: the kernel. Its parameters are what a call gives, tensors first, then `constants`.
         programs: how many.
         constants: sizes, strides and constexprs, for all tensors of the layouts that the calls will have.
-        tiles: for each of the first tensors (x, block) or (x, block, layout) where TMA reads it, as for _TileMap, or
-            None where the kernel gets its address.
+        tiles: for each of the first tensors (x, block) or (x, block, descriptor) where TMA reads it, as for _TileMap,
+            or None where the kernel gets its address.
         options: num_warps and num_stages.
     """
 
@@ -148,10 +143,14 @@ def sum_splits(out, split_stride, kSplits):
     return Launch(_sum_splits, -(-out.numel() // 1024), (out.numel(), split_stride, kSplits, 1024))
 
 
-# Parameters that should not be compiled for: a window's size, and in a packed batch what changes from call to call.
-# Kernels of other batches do not read their batch_size.
-WINDOW = "window_left", "window_right"
-PACKED_SIZES = "batch_size", "seqlen_q", "seqlen_k", "seqlen_pad"
+WINDOW = "window_left", "window_right"  # parameters that should not be compiled for
+
+
+@functools.cache
+def packed(kernel):
+    """A kernel for packed batches, whose sizes change from call to call and should not be compiled for either. Kernels
+    for other batches do not read their batch_size."""
+    return triton.jit(do_not_specialize=[*WINDOW, "batch_size", "seqlen_q", "seqlen_k", "seqlen_pad"])(kernel.fn)
 
 
 def mask_of(options):
@@ -184,8 +183,8 @@ def layouts(*tensors):
 
 def plan_key(options, q, *tensors):
     """All of a call that its launches depend on. The values of softmax_scale, softcap and dropout_p may change."""
-    return (q.device, options.window, options.attention_chunk, options.return_max_logits, options.softmax_scale < 0,
-            options.softcap > 0, *layouts(q, *tensors, *options.tensors))
+    return (q.device, options.window_left, options.window_right, options.attention_chunk, options.return_max_logits,
+            options.softmax_scale < 0, options.softcap > 0, *layouts(q, *tensors, *options.tensors))
 
 
 def remember(plans, key, plan, device):

@@ -54,8 +54,7 @@ def _backward(*inputs):
     tensors = (x for x in inputs if isinstance(x, torch.Tensor))
     if not is_eager(*tensors) or torch.is_grad_enabled():
         return triton_backward(*inputs)
-    *others, need_dq, need_dkv, need_dsinks, need_dbias = inputs
-    return attention_bwd.run(*others[:7], _options(others[7:]), need_dq, need_dkv, need_dsinks, need_dbias)
+    return attention_bwd.run(*inputs[:7], _options(inputs[7:-4]), *inputs[-4:])
 
 
 class Attention(torch.autograd.Function):
