@@ -19,9 +19,8 @@ from minimal_attn.checks import FP8_DTYPES, MAX_HEAD_DIM, empty_outputs
 from minimal_attn.options import Options, warn
 
 from . import autotune as tuner
-from .dropout import Dropout, dropout_of, keep_tile
-from .launching import (INTERPRETING, PACKED_SIZES, WINDOW, Launch, kind_of, mask_of, plan_key,
-                        properties, remember, to_float)
+from .dropout import dropout_of, keep_tile
+from .launching import INTERPRETING, WINDOW, Launch, kind_of, mask_of, packed, plan_key, properties, remember
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
 from .scores import (LOWEST, Scores, bias_bytes, capped, log2_unit, online_softmax, score_numbers, score_options,
                      score_strides, shifted)
@@ -32,7 +31,6 @@ try:
     hopper_error = None
 except Exception as error:  # Gluon is experimental, so its import can fail in any way. warn_hopper says so once.
     attention_hopper, hopper_error = None, f"{type(error).__name__}: {error}"
-hopper_works = attention_hopper is not None  # as far as is known
 
 
 class Tile(NamedTuple):
@@ -76,17 +74,11 @@ def load_tile(matrix, row0, kMaskRows: tl.constexpr, kMaskCols: tl.constexpr, kR
         rows = row0 + tl.arange(0, kRows)
         cols = col0 + tl.arange(0, kCols)
         pointers = matrix.x + rows.to(tl.int64)[:, None] * matrix.row_stride + cols[None, :]
-        is_row = rows[:, None] < matrix.rows
+        is_row = rows < matrix.rows
         if first_row is not None:
-            is_row &= rows[:, None] >= first_row
-        if kMaskRows and kMaskCols:
-            tile = tl.load(pointers, mask=is_row & (cols[None, :] < matrix.cols), other=0.0)
-        elif kMaskRows:
-            tile = tl.load(pointers, mask=is_row, other=0.0)
-        elif kMaskCols:
-            tile = tl.load(pointers, mask=cols[None, :] < matrix.cols, other=0.0)
-        else:
-            tile = tl.load(pointers)
+            is_row &= rows >= first_row
+        is_there = (is_row | (not kMaskRows))[:, None] & ((cols < matrix.cols) | (not kMaskCols))[None, :]
+        tile = tl.load(pointers, mask=is_there, other=0.0)
     return tile
 
 
@@ -94,13 +86,10 @@ def load_tile(matrix, row0, kMaskRows: tl.constexpr, kMaskCols: tl.constexpr, kR
 def clear_keys(tile, cols, first_key, seqlen_k, kClear: tl.constexpr):
     """A tile [kBlockN, kBlockD] of K or V, which TMA has loaded, with 0 in keys that no row of the program sees: those
     before first_key, if there is one, and with kClear those beyond the sample. They may be NaN, and 0 · NaN is NaN."""
-    if first_key is not None and kClear:
-        tile = tl.where(((cols >= first_key) & (cols < seqlen_k))[:, None], tile, tl.zeros_like(tile))
-    elif first_key is not None:
-        tile = tl.where(cols[:, None] >= first_key, tile, tl.zeros_like(tile))
-    elif kClear:
-        tile = tl.where(cols[:, None] < seqlen_k, tile, tl.zeros_like(tile))
-    return tile
+    is_key = (cols < seqlen_k) | (not kClear)
+    if first_key is not None:
+        is_key &= cols >= first_key
+    return tl.where(is_key[:, None], tile, tl.zeros_like(tile))
 
 
 @triton.jit
@@ -108,9 +97,7 @@ def store_tile(x, strides, b, h, begin, rows, row_end, num_cols, tile, kMaskCols
     """Stores a tile to the rows of head h of element b of x, which count from row `begin` and end before row_end."""
     cols = tl.arange(0, tile.shape[1])
     pointers = head_of(x, strides, b, h, begin) + rows.to(tl.int64)[:, None] * strides.row + cols[None, :]
-    is_there = rows[:, None] < row_end
-    if kMaskCols:
-        is_there &= cols[None, :] < num_cols
+    is_there = (rows < row_end)[:, None] & ((cols < num_cols) | (not kMaskCols))[None, :]
     tl.store(pointers, tile.to(x.dtype.element_ty), mask=is_there)
 
 
@@ -126,42 +113,6 @@ def add_product(acc, a, b, rescale=None):
     else:
         acc = tl.dot(a, b, acc * factor)
     return acc
-
-
-@triton.jit
-def _attend(acc_o, row_max, row_sum, q, k, v, h, row0, seq, mask, visible, blocks, first_key, unit_log2, scores,
-            dropout, kMasked: tl.constexpr, kClearV: tl.constexpr, kIsPacked: tl.constexpr, kTile: tl.constexpr):
-    """Online softmax over the full blocks of keys, with kMasked over the cut ones: the new acc_o, row_max, row_sum."""
-    kIsFp8: tl.constexpr = q.dtype.primitive_bitwidth == 8
-    kIsFloat32: tl.constexpr = q.dtype == tl.float32
-    kHasBias: tl.constexpr = False if scores.options.bias is None else scores.options.bias.dtype.element_ty != tl.uint8
-    kBlockN: tl.constexpr = kTile.kBlockN
-    rows = row0 + tl.arange(0, q.shape[0])
-    loop = steps(blocks, kMasked)
-    for step in range(loop.begin, loop.end):
-        col0 = block_of(blocks, step, kMasked) * kBlockN
-        cols = col0 + tl.arange(0, kBlockN)
-        k_tile = load_tile(k, col0, kMasked, kTile.kMaskCols, kBlockN, kTile.kBlockD, kTile.kTma)
-        acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
-        acc_s = shifted(scores, capped(scores, acc_s), rows[:, None], cols[None, :], not kMasked, kIsFloat32)
-        if kMasked:
-            acc_s = tl.where(sees(mask, visible, cols), acc_s, float("-inf"))
-        # In fp32 a key that a row sees alone has p = 1 exactly. With a bias the product of a low score could overflow.
-        # In fp8 p goes up to 2^8, so that less of it is subnormal.
-        p, rescale, row_max, row_sum = online_softmax(acc_s, row_max, row_sum, unit_log2, kIsFloat32 or kHasBias,
-                                                      8.0 if kIsFp8 else 0.0)
-        if dropout.seed is not None:  # of what meets V alone: the sum normalises what there was before
-            p = tl.where(keep_tile(dropout, seq.b, h, row0, col0, p.shape[0], kBlockN), p, 0.0)
-        if kIsFp8 and not kIsPacked:  # v is Vᵀ, its keys in the order of _transpose_v
-            v_tile = load_tile(v, 0, kTile.kMaskCols, kMasked, kTile.kBlockDv, kBlockN, kTile.kTma, col0).T
-            p_tile = p.to(q.dtype).reshape(p.shape[0], kBlockN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(p.shape)
-        else:
-            v_tile = load_tile(v, col0, kMasked, kTile.kMaskCols, kBlockN, kTile.kBlockDv, kTile.kTma, 0, first_key)
-            if kMasked and kTile.kTma:
-                v_tile = clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearV)
-            p_tile = p.to(q.dtype)
-        acc_o = add_product(acc_o, p_tile, v_tile, rescale)
-    return acc_o, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=WINDOW)
@@ -220,30 +171,28 @@ def block_of_rows(cu_seqlens_q_ptr, batch_size, nheads, seqlen_q, kBlockM: tl.co
     return b, h, bh, sample, m_block * kBlockM
 
 
-@triton.jit(do_not_specialize=["keep_count", "batch_size", *WINDOW])
+@triton.jit(do_not_specialize=["batch_size", *WINDOW])
 def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/flash.h; v is Vᵀ in fp8, if not packed
                max_ptr,  # (B, H, Sq), or None
-               lengths, sinks_ptr, descales, seed_ptr, keep_count, keep_scale, softmax_scale, score_options,
-               strides, score_strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
-               window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr,
-               kNegateQ: tl.constexpr, kTile: tl.constexpr):
+               lengths, sinks_ptr, descales, dropout, softmax_scale, score_options, strides, score_strides, batch_size,
+               nheads, nheads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right,
+               kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr, kNegateQ: tl.constexpr,
+               kTile: tl.constexpr):
     """lengths, descales: those of minimal_attn.options.Options. strides: of q, k, v and o."""
     kIsPacked: tl.constexpr = lengths.cu_seqlens_q is not None
     kBlockM: tl.constexpr = kTile.kBlockM
+    kBlockN: tl.constexpr = kTile.kBlockN
     kBlockDv: tl.constexpr = kTile.kBlockDv
     q_strides, k_strides, v_strides, o_strides = strides
     b, h, bh, sample, row0 = block_of_rows(lengths.cu_seqlens_q, batch_size, nheads, seqlen_q, kBlockM)
     h_k = h // (nheads // nheads_k)
     rows = row0 + tl.arange(0, kBlockM)
     seq = sequence(lengths, sample, batch_size, seqlen_q, seqlen_k)
-    if kIsPacked:
-        if row0 >= seq.padded_q:
-            return
+    if kIsPacked and row0 >= seq.padded_q:
+        return
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
-    visible, blocks = keys_of(mask, rows), key_blocks(mask, row0, kBlockM, kTile.kBlockN)
-    first_key = None
-    if kIsLocal:  # the rows see no key before it
-        first_key = keys_of(mask, row0).begin
+    visible, blocks = keys_of(mask, rows), key_blocks(mask, row0, kBlockM, kBlockN)
+    first_key = keys_of(mask, row0).begin if kIsLocal else None  # the rows see no key before it
 
     q = matrix_of(q_ptr, q_strides, b, h, seq.q_begin, seq.seqlen_q, head_dim, kTile.kTma)
     k = matrix_of(k_ptr, k_strides, b, h_k, seq.k_begin, seq.seqlen_k, head_dim, kTile.kTma)
@@ -254,7 +203,7 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
         v = Matrix(v.x, b, h_k, 0, v.row_stride, head_dim_v, tl.cdiv(seqlen_k, 16) * 16)
     if kNegateQ:  # a masked score of -inf needs a scale above 0
         q = (-q.to(tl.float32)).to(q.dtype)
-    scale, scale_o = tl.abs(tl.cast(softmax_scale, tl.float32)), keep_scale
+    scale, scale_o = tl.abs(tl.cast(softmax_scale, tl.float32)), dropout.keep_scale
     q_descale_ptr, k_descale_ptr, v_descale_ptr = descales
     if q_descale_ptr is not None:
         scale *= tl.load(q_descale_ptr + seq.b * nheads_k + h_k)
@@ -265,14 +214,38 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     # A descale below 0 is an error that only the GPU can see.
     numbers = score_numbers(tl.where(scale < 0, float("nan"), scale), score_options, score_strides, seq, h)
     unit_log2 = tl.where(scale < 0, float("nan"), log2_unit(numbers.unit))
-    scores, dropout = Scores(numbers, score_options, score_strides), Dropout(seed_ptr, keep_count, keep_scale)
+    scores = Scores(numbers, score_options, score_strides)
     acc_o = tl.zeros([kBlockM, kBlockDv], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
+    kIsFloat32: tl.constexpr = q.dtype == tl.float32
+    kHasBias: tl.constexpr = False if score_options.bias is None else score_options.bias.dtype.element_ty != tl.uint8
     kClearV: tl.constexpr = kIsPacked or lengths.seqused_k is not None
     for kMasked in tl.static_range(2):  # first the blocks that every row sees whole, then those that a mask cuts
-        acc_o, row_max, row_sum = _attend(acc_o, row_max, row_sum, q, k, v, h, row0, seq, mask, visible, blocks,
-                                          first_key, unit_log2, scores, dropout, kMasked, kClearV, kIsPacked, kTile)
+        loop = steps(blocks, kMasked)
+        for step in range(loop.begin, loop.end):
+            col0 = block_of(blocks, step, kMasked) * kBlockN
+            cols = col0 + tl.arange(0, kBlockN)
+            k_tile = load_tile(k, col0, kMasked, kTile.kMaskCols, kBlockN, kTile.kBlockD, kTile.kTma)
+            acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
+            acc_s = shifted(scores, capped(scores, acc_s), rows[:, None], cols[None, :], not kMasked, kIsFloat32)
+            if kMasked:
+                acc_s = tl.where(sees(mask, visible, cols), acc_s, float("-inf"))
+            # In fp32 a key that a row sees alone has p = 1 exactly. With a bias the product of a low score could
+            # overflow. In fp8 p goes up to 2^8, so that less of it is subnormal.
+            p, rescale, row_max, row_sum = online_softmax(acc_s, row_max, row_sum, unit_log2, kIsFloat32 or kHasBias,
+                                                          8.0 if kIsFp8 else 0.0)
+            if dropout.seed is not None:  # of what meets V alone: the sum normalises what there was before
+                p = tl.where(keep_tile(dropout, seq.b, h, row0, col0, kBlockM, kBlockN), p, 0.0)
+            if kIsFp8 and not kIsPacked:  # v is Vᵀ, its keys in the order of _transpose_v
+                v_tile = load_tile(v, 0, kTile.kMaskCols, kMasked, kTile.kBlockDv, kBlockN, kTile.kTma, col0).T
+                p_tile = p.to(q.dtype).reshape(kBlockM, kBlockN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(p.shape)
+            else:
+                v_tile = load_tile(v, col0, kMasked, kTile.kMaskCols, kBlockN, kTile.kBlockDv, kTile.kTma, 0, first_key)
+                if kMasked and kTile.kTma:
+                    v_tile = clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearV)
+                p_tile = p.to(q.dtype)
+            acc_o = add_product(acc_o, p_tile, v_tile, rescale)
 
     is_empty = (visible.begin >= visible.end) | (row_sum == 0.0)
     row_max *= numbers.unit
@@ -291,15 +264,11 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
                tl.where(is_empty[:, None], 0.0, acc_o * factor[:, None]))
 
 
-_flash_fwd_packed = triton.jit(do_not_specialize=["keep_count", *WINDOW, *PACKED_SIZES])(_flash_fwd.fn)
-
 # (kBlockM, kBlockN, num_warps, num_stages) by bytes of an element and the larger of kBlockD and kBlockDv. The first
 # that fits serves without tuning; each list ends with one for the 99 KB of sm_86, sm_89 and sm_120.
 TILES = {
     # Products of true fp32 run on the plain FMA units and keep both operands in registers.
-    (4, 64): [(64, 32, 4, 2)],
-    (4, 128): [(32, 32, 4, 1)],
-    (4, 256): [(32, 32, 4, 1)],
+    (4, 64): [(64, 32, 4, 2)], (4, 128): [(32, 32, 4, 1)], (4, 256): [(32, 32, 4, 1)],
     # Two or three programs of four warps an SM hide each other's softmax. One of eight warps with large tiles moves
     # less memory, which pays for long sequences.
     (2, 64): [(128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3)],
@@ -357,10 +326,8 @@ def tile_configs(dtype, head_dim, max_shared_memory=227 << 10, is_hopper=False, 
     def fitting(tiles):
         return [x for x in tiles if shared_memory(dtype, *x[:2], largest, x[3], bias_bytes) <= max_shared_memory]
 
-    tiles = fitting(TILES[dtype.itemsize, max(64, largest)])
-    if not tiles and bias_bytes and dtype.itemsize == 2:
-        tiles = fitting(BIAS_TILES)
-    tiles = tiles or [smallest]
+    beside_bias = BIAS_TILES if bias_bytes and dtype.itemsize == 2 else []
+    tiles = fitting(TILES[dtype.itemsize, max(64, largest)]) or fitting(beside_bias) or [smallest]
     of_hopper = attention_hopper.configs(dtype, kBlockD) if is_hopper else []
     return of_hopper + [config_of(*tile, kBlockD, kBlockDv) for tile in tiles]
 
@@ -400,24 +367,18 @@ def launch(config, arguments, mask, tma):
                  k.shape[2], head_dim, head_dim_v, *mask, softmax_scale < 0,
                  tile_of(config, head_dim, head_dim_v, tma))
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM)
-    return Launch(_flash_fwd_packed if lengths.is_packed else _flash_fwd, slots * q.shape[0] * nheads, constants,
+    return Launch(packed(_flash_fwd) if lengths.is_packed else _flash_fwd, slots * q.shape[0] * nheads, constants,
                   tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
 
 
 _plans = {}  # {all that a launch depends on: the launch}
 
 
-def in_float(options):
-    """Converts a bfloat16 bias in options to fp32, for inputs converted by to_float."""
-    bias = options.attn_bias
-    return options if bias is None or bias.dtype != torch.bfloat16 else options._replace(attn_bias=to_float(bias))
-
-
 def run(q, k, v, options, config=None):
     """(out, lse, max_logits or None) of checked inputs and minimal_attn.options.Options, by config or else by one of
     tile_configs."""
-    if INTERPRETING and q.dtype not in (torch.float32, torch.float16):
-        out, *more = run(*map(to_float, (q, k, v)), in_float(options), config)
+    if INTERPRETING and q.dtype in FP8_DTYPES:  # for the same reason as bfloat16 in launching.py
+        out, *more = run(*(x.float().contiguous() for x in (q, k, v)), options, config)
         return empty_outputs(q, v)[0].copy_(out), *more
     out, lse = empty_outputs(q, v)
     max_logits = torch.empty_like(lse) if options.return_max_logits else None
@@ -427,35 +388,34 @@ def run(q, k, v, options, config=None):
         if q.dtype in FP8_DTYPES and not options.lengths.is_packed:
             v = transposed(v, q.shape[2], options.lengths, mask_of(options))
         arguments = (q, k, v, out, lse, max_logits, options.lengths, options.sinks, options.descales,
-                     *dropout_of(options), options.softmax_scale, score_options(options))
+                     dropout_of(options), options.softmax_scale, score_options(options))
         key = (*plan_key(options, q, k, v), options.autotune and tuner.is_on(), config and tuple(config.values()))
         plan = _plans.get(key)
         if plan is not None:
             plan(*arguments)
             return out, lse, max_logits
         tma = can_use_tma(q, k, v)
-        suits_hopper = not config and hopper_serves(q, out, tma, options)
-        if suits_hopper and attention_hopper is None:
-            warn_hopper(hopper_error)
+        configs, is_hopper = ([config], False) if config else candidates(q, out, tma, options)
+        kind = (str(q.dtype), block_d(q.dtype, q.shape[-1]), block_d(q.dtype, out.shape[-1]),
+                *kind_of(q, k, options), tma, is_hopper)
         try:
-            plan = choose(config, arguments, options, tma)
+            plan = tuner.fastest_launch("attention", kind, configs, lambda config: launch(
+                config, arguments, mask_of(options), tma), arguments, options.autotune)
             plan(*arguments)
         except CompilationError as error:
-            if not suits_hopper:
+            if not is_hopper:
                 raise
             give_up_hopper(f"{type(error).__name__}: {error}")
-            plan = choose(config, arguments, options, tma)
-            plan(*arguments)
+            return run(q, k, v, options)
         remember(_plans, key, plan, q.device)
     return out, lse, max_logits
 
 
 def give_up_hopper(reason):
     """Lets attention.py serve alone from now on, since this Triton cannot compile attention_hopper.py."""
-    global hopper_works
-    hopper_works = False
+    global hopper_error
+    hopper_error = reason
     _plans.clear()
-    warn_hopper(reason)
 
 
 @functools.cache  # once a reason
@@ -474,16 +434,9 @@ def hopper_serves(q, out, tma, options):
 
 def candidates(q, out, tma, options=Options(1.0)):
     """tile_configs for a call, and whether attention_hopper.py is among them."""
-    is_hopper = hopper_works and hopper_serves(q, out, tma, options)
+    is_hopper = hopper_serves(q, out, tma, options)
+    if is_hopper and hopper_error is not None:
+        warn_hopper(hopper_error)
+        is_hopper = False
     return tile_configs(q.dtype, q.shape[-1], properties(q.device).max_shared_memory, is_hopper, out.shape[-1],
                         bias_bytes(options.attn_bias)), is_hopper
-
-
-def choose(config, arguments, options, tma):
-    """The Launch of config, or else of one of the candidates: the first, or the fastest."""
-    q, k, _, out, *_ = arguments
-    configs, is_hopper = ([config], False) if config else candidates(q, out, tma, options)
-    key = (str(q.dtype), block_d(q.dtype, q.shape[-1]), block_d(q.dtype, out.shape[-1]), *kind_of(q, k, options), tma,
-           is_hopper)
-    launch_of = lambda config: launch(config, arguments, mask_of(options), tma)  # noqa: E731
-    return tuner.fastest_launch("attention", key, configs, launch_of, arguments, options.autotune)

@@ -21,42 +21,44 @@ from minimal_attn.checks import empty_like
 from minimal_attn.options import Lengths
 
 from . import autotune as tuner
-from .attention import Tile, block_d, can_use_tma, config_of, in_float, tile_of
-from .attention_bwd_kernels import (PAD, _flash_bwd_bias, _flash_bwd_kv, _flash_bwd_kv_packed, _flash_bwd_q,
-                                    _flash_bwd_q_packed, _preprocess, _preprocess_packed, _splits_of)
+from .attention import block_d, can_use_tma, config_of, tile_of
+from .attention_bwd_kernels import PAD, _flash_bwd_bias, _flash_bwd_kv, _flash_bwd_q, _preprocess, _splits_of
 from .dropout import dropout_of
-from .launching import (INTERPRETING, Launch, kind_of, mask_of, plan_key, properties, remember, sum_splits,
-                        to_float)
+from .launching import INTERPRETING, Launch, kind_of, mask_of, packed, plan_key, properties, remember, sum_splits
 from .scores import bias_bytes, score_strides, score_options
 from .sequence import num_slots, strides_of
 
 # Rows and keys of a tile, num_warps and num_stages, as TILES in attention.py. dK and dV take two sums and two operands,
 # twice the registers of dQ. So a program has fewer keys of its own for them than rows for dQ.
 KV_TILES = {
-    (4, 64): [(32, 32, 4, 1)],
-    (4, 128): [(16, 32, 4, 1)],
-    (4, 256): [(16, 16, 4, 1)],
+    (4, 64): [(32, 32, 4, 1)], (4, 128): [(16, 32, 4, 1)], (4, 256): [(16, 16, 4, 1)],
     (2, 64): [(128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2)],
     (2, 128): [(64, 64, 4, 2), (32, 64, 4, 2)],
     (2, 256): [(64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1)],
 }
-# In 16 bits with scores that something changes, which takes registers.
-SCORES_KV_TILES = {64: [(64, 64, 8, 2), (64, 64, 4, 2)], 128: [(64, 64, 8, 2), (32, 64, 8, 2)],
-                   256: [(32, 64, 8, 2), (32, 32, 4, 1)]}
+# Where something changes the scores, which takes registers.
+SCORES_KV_TILES = KV_TILES | {
+    (2, 64): [(64, 64, 8, 2), (64, 64, 4, 2)],
+    (2, 128): [(64, 64, 8, 2), (32, 64, 8, 2)],
+    (2, 256): [(32, 64, 8, 2), (32, 32, 4, 1)],
+}
 Q_TILES = {
-    (4, 64): [(32, 32, 4, 1)],
-    (4, 128): [(32, 16, 4, 1)],
-    (4, 256): [(16, 16, 4, 1)],
+    (4, 64): [(32, 32, 4, 1)], (4, 128): [(32, 16, 4, 1)], (4, 256): [(16, 16, 4, 1)],
     (2, 64): [(64, 64, 4, 2), (128, 64, 8, 3)],
     (2, 128): [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
     (2, 256): [(128, 32, 8, 2), (64, 32, 4, 3), (64, 32, 8, 2), (32, 32, 4, 1)],
+}
+# The gradient of a bias: both operands of both products are in shared memory, in fp32 in registers.
+BIAS_TILES = {
+    (4, 64): [(32, 32, 4, 1)], (4, 128): [(32, 32, 4, 1)], (4, 256): [(16, 16, 4, 1)],
+    (2, 64): [(64, 64, 4, 1)], (2, 128): [(64, 64, 4, 1)], (2, 256): [(32, 32, 4, 1)],
 }
 
 
 @functools.cache
 def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=None, bias_bytes=0, has_scores=False):
-    """Launch options as those of attention.py, for side "kv" or "q", whose gradients the kernel computes. has_scores:
-    something changes the scores."""
+    """Launch options as those of attention.py, for the side "kv", "q" or "bias" whose gradients the kernel computes.
+    has_scores: something changes the scores."""
     kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v or head_dim)
     largest = max(kBlockD, kBlockDv)
 
@@ -65,10 +67,8 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=
         of_tiles = 2 * (own + num_stages * other) * largest * dtype.itemsize
         return of_tiles + num_stages * kBlockM * kBlockN * bias_bytes + 4096 <= max_shared_memory
 
-    tiles = (KV_TILES if side == "kv" else Q_TILES)[dtype.itemsize, max(64, largest)]
-    if side == "kv" and has_scores and dtype.itemsize == 2:
-        tiles = SCORES_KV_TILES[max(64, largest)]
-    tiles = [tile for tile in tiles if fits(*tile)] or [(16, 16, 4, 1)]
+    tables = {"kv": SCORES_KV_TILES if has_scores else KV_TILES, "q": Q_TILES, "bias": BIAS_TILES}
+    tiles = [tile for tile in tables[side][dtype.itemsize, max(64, largest)] if fits(*tile)] or [(16, 16, 4, 1)]
     return [config_of(*tile, kBlockD, kBlockDv) for tile in tiles]
 
 
@@ -94,48 +94,37 @@ def _has_empty_rows(q, k, options):
 
 
 def _launch(side, config, tma, arguments, mask, has_empty_rows, clears_delta):
-    """A Launch for the gradients of one side, "kv" or "q", for the arguments that its kernel has first. clears_delta:
-    delta may be NaN in rows without a key."""
-    q, k, v, dout, *gradients, lse_padded, delta, lengths = arguments[:-5]
+    """A Launch for the gradients of one side, for the arguments that its kernel has first. clears_delta: delta may be
+    NaN in rows without a key."""
+    q, k, v, dout, *gradients, lse_padded, delta, lengths = arguments[:-3]
     (nheads, seqlen_q, head_dim), (nheads_k, seqlen_k), head_dim_v = q.shape[1:], k.shape[1:3], v.shape[-1]
     batch_size, is_packed = lengths.num_samples(q), lengths.is_packed
     kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
+    splits = ()
     if side == "kv":
-        function = _flash_bwd_kv_packed if is_packed else _flash_bwd_kv
+        function = packed(_flash_bwd_kv) if is_packed else _flash_bwd_kv
         max_splits = _num_splits(nheads // nheads_k, seqlen_q, seqlen_k, is_packed)
-        blocks = num_slots.fn(lengths.cu_seqlens_k, batch_size, seqlen_k, kBlockN) * nheads_k * max_splits
+        slots = num_slots.fn(lengths.cu_seqlens_k, batch_size, seqlen_k, kBlockN)
+        programs = q.shape[0] * slots * nheads_k * max_splits
         splits = max_splits, max(k.numel(), v.numel())
-        flags = clears_delta, is_packed or lengths.seqused_q is not None or seqlen_q % kBlockM != 0
-    else:
-        function, splits, flags = _flash_bwd_q_packed if is_packed else _flash_bwd_q, (), ()
-        blocks = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM) * nheads
+        flags = has_empty_rows, clears_delta, is_packed or lengths.seqused_q is not None or seqlen_q % kBlockM != 0
+    elif side == "q":
+        function, flags = packed(_flash_bwd_q) if is_packed else _flash_bwd_q, [has_empty_rows]
+        programs = q.shape[0] * num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM) * nheads
+    else:  # samples, heads, rows and keys may share a bias
+        function, flags = _flash_bwd_bias, [n == 1 for n in gradients[0].shape]
+        sizes = batch_size, nheads, triton.cdiv(seqlen_q, kBlockM), triton.cdiv(seqlen_k, kBlockN)
+        programs = math.prod(1 if is_shared else size for size, is_shared in zip(sizes, flags))
     tiles = [(q, (1, 1, kBlockM, kBlockD)), (k, (1, 1, kBlockN, kBlockD)), (v, (1, 1, kBlockN, kBlockDv)),
              (dout, (1, 1, kBlockM, kBlockDv)), *[None] * len(gradients), (lse_padded, (1, kBlockM)),
              (delta, (1, kBlockM))]
     constants = (strides_of(q, k, v, dout, *gradients), score_strides(q, arguments[-1]), batch_size, nheads, nheads_k,
-                 seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *splits, *mask, has_empty_rows,
-                 *flags, tile_of(config, head_dim, head_dim_v, tma))
-    return Launch(function, blocks * q.shape[0], constants, tiles if tma else (), num_warps=num_warps,
-                  num_stages=num_stages)
+                 seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *splits, *mask, *flags,
+                 tile_of(config, head_dim, head_dim_v, tma))
+    return Launch(function, programs, constants, tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
 
 
-def launch_bias(arguments, mask):
-    """A Launch of _flash_bwd_bias for the arguments that it has first. dbias is fp32 and contiguous."""
-    q, k, v, dout, dbias, _, delta, *_, scores = arguments
-    (batch_size, nheads, seqlen_q, head_dim), (nheads_k, seqlen_k), head_dim_v = q.shape, k.shape[1:3], v.shape[-1]
-    kBlockD, kBlockDv = block_d(q.dtype, head_dim), block_d(q.dtype, head_dim_v)
-    # Both operands of both products are in shared memory, in fp32 in registers.
-    block = (32 if q.itemsize == 4 else 64) // (2 if max(kBlockD, kBlockDv) > 128 else 1)
-    shares = [n == 1 for n in dbias.shape]
-    sizes = batch_size, nheads, triton.cdiv(seqlen_q, block), triton.cdiv(seqlen_k, block)
-    programs = math.prod(1 if is_shared else size for size, is_shared in zip(sizes, shares))
-    constants = (strides_of(q, k, v, dout, dbias.expand(*q.shape[:3], -1)), score_strides(q, scores), batch_size,
-                 nheads, nheads_k, seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *mask, *shares,
-                 Tile(block, block, kBlockD, kBlockDv))
-    return Launch(_flash_bwd_bias, programs, constants, num_warps=4, num_stages=1)
-
-
-_plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q", "bias", "sum_k" or "sum_v": the Launch}}
+_plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q", "bias": the Launch; "sums": two}}
 
 
 def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, need_dsinks=False, need_dbias=False):
@@ -153,18 +142,15 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
     if (q.dtype == torch.float32 and options.dropout_seed is not None and options.attn_bias is not None
             and not INTERPRETING):
         raise NotImplementedError("backend='triton' has no backward pass in float32 for dropout with attn_bias")
-    if INTERPRETING and q.dtype == torch.bfloat16:
-        *gradients, dsinks, dbias = run(*map(to_float, (dout, dlse, q, k, v, out)), lse, in_float(options), need_dq,
-                                        need_dkv, need_dsinks, need_dbias)
-        return *(x if x is None else x.bfloat16() for x in gradients), dsinks, dbias_of(options, dbias)
     dq = empty_like(q) if need_dq else None
     dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
-    dbias = lse.new_zeros(options.attn_bias.shape) if need_dbias else None  # a sum of many, so as they are
+    dbias = options.attn_bias.new_empty(options.attn_bias.shape) if need_dbias else None
     if not q.numel() or not k.numel():  # without keys out does not depend on the sinks, and lse is its row's sink
         dsinks = torch.zeros_like(options.sinks) if need_dsinks else None
         if need_dsinks and dlse is not None:
             dsinks += dlse.masked_fill(lse == -math.inf, 0).sum((0, 2))
-        return *(x if x is None else x.zero_() for x in (dq, dk, dv)), dsinks, dbias_of(options, dbias)
+        dq, dk, dv, dbias = (x if x is None else x.zero_() for x in (dq, dk, dv, dbias))
+        return dq, dk, dv, dsinks, dbias
     if dout.stride(-1) != 1:  # as the gradient of a sum
         dout = dout.contiguous()
     batch_size, nheads, seqlen_q, _ = q.shape
@@ -175,7 +161,7 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
     sinks, dsinks_of_rows = (options.sinks, torch.empty_like(delta)) if need_dsinks else (None, None)
     preprocessed = (out, dout, lse, dlse, sinks, delta, lse_padded, dsinks_of_rows,
                     Lengths(*[lengths.cu_seqlens_q] * 2))
-    shared = lse_padded, delta, lengths, *dropout_of(options), options.softmax_scale, scores
+    shared = lse_padded, delta, lengths, dropout_of(options), options.softmax_scale, scores
     max_splits = _num_splits(nheads // k.shape[1], seqlen_q, k.shape[2], lengths.is_packed) if need_dkv else 1
     sides = {}
     if need_dkv:
@@ -186,6 +172,9 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
         sides["kv"] = q, k, v, dout, *sums, *shared
     if need_dq:
         sides["q"] = q, k, v, dout, dq, *shared
+    if need_dbias:
+        dbias_accum = dbias.float()  # fp32, for sums of many
+        sides["bias"] = q, k, v, dout, dbias_accum, *shared
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         has_empty_rows = _has_empty_rows(q, k, options)
         # A row without a key has an lse if there are sinks, and so its dlse counts.
@@ -197,17 +186,14 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
         if is_new:
             constants = (strides_of(out, dout, dlse), lengths.num_samples(q), nheads, seqlen_q, seqlen_pad,
                          out.shape[-1], 64, block_d(out.dtype, out.shape[-1]))
-            plan = {"preprocess": Launch(_preprocess_packed if lengths.is_packed else _preprocess,
+            plan = {"preprocess": Launch(packed(_preprocess) if lengths.is_packed else _preprocess,
                                          delta.numel() // 64, constants)}
         plan["preprocess"](*preprocessed, unit)
         if is_new:  # tiles are timed on what _preprocess made
             plan |= {side: _choose(side, arguments, options, has_empty_rows, clears_delta)
                      for side, arguments in sides.items()}
-            if need_dbias:
-                plan["bias"] = launch_bias((q, k, v, dout, dbias, *shared), mask_of(options))
             if max_splits > 1:
-                plan |= {"sum_k": sum_splits(dk, split_stride, max_splits),
-                         "sum_v": sum_splits(dv, split_stride, max_splits)}
+                plan["sums"] = [sum_splits(x, split_stride, max_splits) for x in (dk, dv)]
             remember(_plans, key, plan, q.device)
         with _beside(q.device, need_dq and need_dkv and _pays_beside(q, k, v)) as second_stream:
             if need_dkv:
@@ -216,25 +202,17 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
                 with second_stream:
                     plan["q"](*sides["q"])
             if max_splits > 1:
-                plan["sum_k"](dkv_accum[0], dk)
-                plan["sum_v"](dkv_accum[1], dv)
+                for add, partial, gradient in zip(plan["sums"], dkv_accum, (dk, dv)):
+                    add(partial, gradient)
         if need_dbias:
-            plan["bias"](q, k, v, dout, dbias, *shared)
+            plan["bias"](*sides["bias"])
+            dbias.copy_(dbias_accum)
     dsinks = dsinks_of_rows.view(batch_size, nheads, -1).sum((0, 2)) if need_dsinks else None
-    return dq, dk, dv, dsinks, dbias_of(options, dbias)
+    return dq, dk, dv, dsinks, dbias
 
 
-def dbias_of(options, dbias):
-    """The gradient of a bias in its dtype, or None."""
-    return dbias if dbias is None else dbias.to(options.attn_bias.dtype)
-
-
-@functools.cache
-def _stream(device, first):
-    """A second stream for each first one. Threads do not share it, since one may be capturing a CUDA graph."""
-    return torch.cuda.Stream(device)
-
-
+# A second stream for each first one. Threads do not share it, since one may be capturing a CUDA graph.
+_stream = functools.cache(lambda device, first: torch.cuda.Stream(device))
 MIN_WORK_FOR_A_STREAM = 2**34  # elements of Q times keys
 
 
@@ -266,7 +244,7 @@ def _choose(side, arguments, options, has_empty_rows, clears_delta):
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1],
                            bias_bytes(options.attn_bias), options.has_scores)
     # A descriptor ends with the tensor, not with a padded sample.
-    tma = (lengths.is_packed or not lengths.are_given) and can_use_tma(q, k, v, dout)
+    tma = side != "bias" and (lengths.is_packed or not lengths.are_given) and can_use_tma(q, k, v, dout)
     key = (str(q.dtype), configs[0]["kBlockD"], configs[0]["kBlockDv"], *kind_of(q, k, options), tma)
 
     def launch(config):

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from .attention import add_product, block_of_rows, clear_keys, load_tile, matrix_of, store_tile
-from .dropout import Dropout, keep_tile
-from .launching import PACKED_SIZES, WINDOW
+from .dropout import keep_tile
+from .launching import WINDOW
 from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
 from .scores import LOG2_E, Scores, capped, score_numbers, shifted, through_cap
 from .sequence import block_of_slot, head_of, num_slots, sequence
@@ -108,66 +108,23 @@ def load_per_row(x, bh, row0, seqlen_pad, kBlockM: tl.constexpr, kTma: tl.conste
 
 
 @triton.jit
-def _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, h, bh, blocks, mask, seq, pad_begin, col0, seqlen_pad,
-                     scores, dropout, kMasked: tl.constexpr, kEmptyRows: tl.constexpr, kClearDelta: tl.constexpr,
-                     kRaggedRows: tl.constexpr, kTile: tl.constexpr):
-    """dk [kBlockN, kBlockD] and dv / keep_scale [kBlockN, kBlockDv] with what one query head adds: its full blocks of
-    rows, or with kMasked the cut ones. kEmptyRows: these may have rows without a key, or the next sample's.
-    kClearDelta: and delta may be NaN there."""
-    kBlockM: tl.constexpr = kTile.kBlockM
-    kBlockN: tl.constexpr = kTile.kBlockN
-    cols = col0 + tl.arange(0, kBlockN)
-    seeing = rows_of(mask, cols)
-    loop = steps(blocks, kMasked)
-    for step in range(loop.begin, loop.end):
-        row0 = block_of(blocks, step, kMasked) * kBlockM
-        rows = row0 + tl.arange(0, kBlockM)
-        q_tile = load_tile(q, row0, True, kTile.kMaskCols, kBlockM, kTile.kBlockD, kTile.kTma)
-        if kMasked and kEmptyRows:  # Q and dO may be NaN there, and 0 · NaN would reach dK and dV
-            is_used = has_keys(mask, rows)
-            if kRaggedRows:
-                is_used &= rows < mask.seqlen_q
-            q_tile = tl.where(is_used[:, None], q_tile, tl.zeros_like(q_tile))
-        s = capped(scores, tl.dot(k, q_tile.T, input_precision="ieee"))  # Sᵀ
-        lse = load_per_row(lse_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTile.kTma)
-        p = probabilities(shifted(scores, s, rows[None, :], cols[:, None]), lse[None, :], scores.numbers.unit,
-                          k.dtype == tl.float32)
-        if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
-            p = tl.where(seen_by(mask, seeing, rows, kRaggedRows), p, 0.0)
-        p_dropped = p
-        if dropout.seed is not None:
-            keep = keep_tile(dropout, seq.b, h, row0, col0, kBlockM, kBlockN).T
-            p_dropped = tl.where(keep, p, 0.0)
-        dout_tile = load_tile(dout, row0, True, kTile.kMaskCols, kBlockM, kTile.kBlockDv, kTile.kTma)
-        if kMasked and kEmptyRows:
-            dout_tile = tl.where(is_used[:, None], dout_tile, tl.zeros_like(dout_tile))
-        dv = add_product(dv, p_dropped.to(k.dtype), dout_tile)
-        dp = tl.dot(v, dout_tile.T, input_precision="ieee")  # dPᵀ, beside the product before it
-        if dropout.seed is not None:
-            dp = tl.where(keep, dp * dropout.keep_scale, 0.0)
-        delta = load_per_row(delta_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTile.kTma)
-        if kMasked and kClearDelta:
-            delta = tl.where(is_used, delta, 0.0)
-        ds = through_cap(scores, p * (dp - delta[None, :]), s)  # dSᵀ
-        dk = add_product(dk, ds.to(k.dtype), q_tile)
-    return dk, dv
-
-
-@triton.jit
 def _splits_of(rows, max_splits):
     """How many programs share a block of keys that `rows` query rows of all heads read. A split has at least 1024 of
     them, to be worth its sums in memory. The kernel and the host call this."""
     return max(1, min(max_splits, rows // 1024))
 
 
-@triton.jit(do_not_specialize=["keep_count", "batch_size", *WINDOW])
-def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, lengths, seed_ptr, keep_count,
-                  keep_scale, softmax_scale, score_options, strides, score_strides, batch_size, nheads, nheads_k,
-                  seqlen_q, seqlen_k, seqlen_pad, head_dim, head_dim_v, max_splits, split_stride, window_left,
-                  window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr,
-                  kEmptyRows: tl.constexpr, kClearDelta: tl.constexpr, kRaggedRows: tl.constexpr, kTile: tl.constexpr):
+@triton.jit(do_not_specialize=["batch_size", *WINDOW])
+def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, lengths, dropout, softmax_scale,
+                  score_options, strides, score_strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad,
+                  head_dim, head_dim_v, max_splits, split_stride, window_left, window_right, kIsCausal: tl.constexpr,
+                  kIsLocal: tl.constexpr, kChunk: tl.constexpr, kEmptyRows: tl.constexpr, kClearDelta: tl.constexpr,
+                  kRaggedRows: tl.constexpr, kTile: tl.constexpr):
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over those of a
-    split. strides: of q, k, v, dout, dk and dv."""
+    split. strides: of q, k, v, dout, dk and dv. kEmptyRows: the cut blocks may have rows without a key, or the next
+    sample's. kClearDelta: and delta may be NaN there."""
+    kIsPacked: tl.constexpr = lengths.cu_seqlens_k is not None
+    kBlockM: tl.constexpr = kTile.kBlockM
     kBlockN: tl.constexpr = kTile.kBlockN
     kBlockD: tl.constexpr = kTile.kBlockD
     kBlockDv: tl.constexpr = kTile.kBlockDv
@@ -176,18 +133,17 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     split_idx, tile = tl.program_id(0) % max_splits, tl.program_id(0) // max_splits
     n_block, bh_k = tile % n_blocks, tile // n_blocks  # the keys that most rows see under a causal mask go first
     b, h_k = bh_k // nheads_k, bh_k % nheads_k
-    sample, pad_begin = b, 0
-    if lengths.cu_seqlens_k is not None:
+    sample = b
+    if kIsPacked:
         sample, n_block = block_of_slot(lengths.cu_seqlens_k, n_block, batch_size, seqlen_k, kBlockN)
     col0 = n_block * kBlockN
     cols = col0 + tl.arange(0, kBlockN)
     seq = sequence(lengths, sample, batch_size, seqlen_q, seqlen_k)
-    if lengths.cu_seqlens_k is not None:
-        if col0 >= seq.padded_k:
-            return
-        pad_begin = first_padded_row(seq)
+    if kIsPacked and col0 >= seq.padded_k:
+        return
+    pad_begin = first_padded_row(seq) if kIsPacked else 0
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
-    blocks = row_blocks(mask, col0, kTile.kBlockM, kBlockN)
+    seeing, blocks = rows_of(mask, cols), row_blocks(mask, col0, kBlockM, kBlockN)
 
     # Keys beyond the sample's end are 0 here, or the next sample's. Those that a window hides from all rows may be NaN.
     # Their rows of Pᵀ and dSᵀ reach no other key's gradient, and 0 is stored for them.
@@ -197,7 +153,6 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     v = load_tile(v, col0, True, kTile.kMaskCols, kBlockN, kBlockDv, kTile.kTma)
     dk = tl.zeros([kBlockN, kBlockD], tl.float32)
     dv = tl.zeros([kBlockN, kBlockDv], tl.float32)
-    dropout = Dropout(seed_ptr, keep_count, keep_scale)
     group = nheads // nheads_k
     num_splits = tl.cast(_splits_of(group * tl.cast(seq.seqlen_q, tl.int64), max_splits), tl.int32)
     begin = tl.minimum(group, (group * split_idx + num_splits - 1) // num_splits)
@@ -208,17 +163,46 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
         dout = matrix_of(dout_ptr, dout_strides, b, h, seq.q_begin, seq.seqlen_q, head_dim_v, kTile.kTma)
         scores = Scores(score_numbers(softmax_scale, score_options, score_strides, seq, h), score_options,
                         score_strides)
-        # First the cut blocks, if there may be any.
-        for kStep in tl.static_range(0 if kIsCausal or kIsLocal or kRaggedRows else 1, 2):
-            dk, dv = _accumulate_dkdv(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, h, b * nheads + h, blocks, mask, seq,
-                                      pad_begin, col0, seqlen_pad, scores, dropout, kStep == 0, kEmptyRows,
-                                      kClearDelta, kRaggedRows, kTile)
+        # First the blocks of rows that a mask or an end cuts, if there may be any.
+        for kMasked in tl.static_range(1 if kIsCausal or kIsLocal or kRaggedRows else 0, -1, -1):
+            loop = steps(blocks, kMasked)
+            for step in range(loop.begin, loop.end):
+                row0 = block_of(blocks, step, kMasked) * kBlockM
+                rows = row0 + tl.arange(0, kBlockM)
+                q_tile = load_tile(q, row0, True, kTile.kMaskCols, kBlockM, kBlockD, kTile.kTma)
+                if kMasked and kEmptyRows:  # Q and dO may be NaN there, and 0 · NaN would reach dK and dV
+                    is_used = has_keys(mask, rows)
+                    if kRaggedRows:
+                        is_used &= rows < mask.seqlen_q
+                    q_tile = tl.where(is_used[:, None], q_tile, tl.zeros_like(q_tile))
+                s = capped(scores, tl.dot(k, q_tile.T, input_precision="ieee"))  # Sᵀ
+                lse = load_per_row(lse_ptr, b * nheads + h, pad_begin + row0, seqlen_pad, kBlockM, kTile.kTma)
+                p = probabilities(shifted(scores, s, rows[None, :], cols[:, None]), lse[None, :], scores.numbers.unit,
+                                  k.dtype == tl.float32)
+                if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
+                    p = tl.where(seen_by(mask, seeing, rows, kRaggedRows), p, 0.0)
+                p_dropped = p
+                if dropout.seed is not None:
+                    keep = keep_tile(dropout, seq.b, h, row0, col0, kBlockM, kBlockN).T
+                    p_dropped = tl.where(keep, p, 0.0)
+                dout_tile = load_tile(dout, row0, True, kTile.kMaskCols, kBlockM, kBlockDv, kTile.kTma)
+                if kMasked and kEmptyRows:
+                    dout_tile = tl.where(is_used[:, None], dout_tile, tl.zeros_like(dout_tile))
+                dv = add_product(dv, p_dropped.to(k.dtype), dout_tile)
+                dp = tl.dot(v, dout_tile.T, input_precision="ieee")  # dPᵀ, beside the product before it
+                if dropout.seed is not None:
+                    dp = tl.where(keep, dp * dropout.keep_scale, 0.0)
+                delta = load_per_row(delta_ptr, b * nheads + h, pad_begin + row0, seqlen_pad, kBlockM, kTile.kTma)
+                if kMasked and kClearDelta:
+                    delta = tl.where(is_used, delta, 0.0)
+                ds = through_cap(scores, p * (dp - delta[None, :]), s)  # dSᵀ
+                dk = add_product(dk, ds.to(k.dtype), q_tile)
 
     is_used = cols[:, None] < seq.seqlen_k
     if kIsLocal:
         is_used &= cols[:, None] >= keys_of(mask, 0).begin
     dk = tl.where(is_used, dk * softmax_scale, 0.0)
-    dv = tl.where(is_used, dv * keep_scale, 0.0)
+    dv = tl.where(is_used, dv * dropout.keep_scale, 0.0)
     dk_ptr += split_idx.to(tl.int64) * split_stride
     dv_ptr += split_idx.to(tl.int64) * split_stride
     store_tile(dk_ptr, dk_strides, b, h_k, seq.k_begin, cols, seq.padded_k, head_dim, dk, kTile.kMaskCols)
@@ -243,68 +227,55 @@ def score_gradients(q, k, v, dout, lse, delta, h, row0, col0, seq, mask, visible
     return s, p, p * (dp - delta[:, None])
 
 
-@triton.jit
-def _accumulate_dq(dq, q, dout, lse, delta, k, v, h, row0, seq, mask, visible, blocks, first_key, scores, dropout,
-                   kMasked: tl.constexpr, kClearKeys: tl.constexpr, kTile: tl.constexpr):
-    """dq [kBlockM, kBlockD] with what the full blocks of keys add, or with kMasked the cut ones."""
-    kBlockN: tl.constexpr = kTile.kBlockN
-    loop = steps(blocks, kMasked)
-    for step in range(loop.begin, loop.end):
-        col0 = block_of(blocks, step, kMasked) * kBlockN
-        k_tile = load_tile(k, col0, kMasked, kTile.kMaskCols, kBlockN, kTile.kBlockD, kTile.kTma, 0, first_key)
-        v_tile = load_tile(v, col0, kMasked, kTile.kMaskCols, kBlockN, kTile.kBlockDv, kTile.kTma, 0, first_key)
-        if kMasked and kTile.kTma:
-            cols = col0 + tl.arange(0, kBlockN)
-            k_tile = clear_keys(k_tile, cols, first_key, seq.seqlen_k, kClearKeys)
-            v_tile = clear_keys(v_tile, cols, first_key, seq.seqlen_k, kClearKeys)
-        s, _, ds = score_gradients(q, k_tile, v_tile, dout, lse, delta, h, row0, col0, seq, mask, visible, scores,
-                                   dropout, kMasked)
-        dq = add_product(dq, through_cap(scores, ds, s).to(q.dtype), k_tile)
-    return dq
-
-
-@triton.jit(do_not_specialize=["keep_count", "batch_size", *WINDOW])
-def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, lengths, seed_ptr, keep_count, keep_scale,
-                 softmax_scale, score_options, strides, score_strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k,
-                 seqlen_pad, head_dim, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr,
-                 kIsLocal: tl.constexpr, kChunk: tl.constexpr, kEmptyRows: tl.constexpr, kTile: tl.constexpr):
+@triton.jit(do_not_specialize=["batch_size", *WINDOW])
+def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, lengths, dropout, softmax_scale,
+                 score_options, strides, score_strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad,
+                 head_dim, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr,
+                 kChunk: tl.constexpr, kEmptyRows: tl.constexpr, kTile: tl.constexpr):
     """dQ of kBlockM rows of one head. strides: of q, k, v, dout and dq."""
     kIsPacked: tl.constexpr = lengths.cu_seqlens_q is not None
     kBlockM: tl.constexpr = kTile.kBlockM
+    kBlockN: tl.constexpr = kTile.kBlockN
     kBlockD: tl.constexpr = kTile.kBlockD
+    kBlockDv: tl.constexpr = kTile.kBlockDv
     q_strides, k_strides, v_strides, dout_strides, dq_strides = strides
     b, h, bh, sample, row0 = block_of_rows(lengths.cu_seqlens_q, batch_size, nheads, seqlen_q, kBlockM)
     h_k = h // (nheads // nheads_k)
     rows = row0 + tl.arange(0, kBlockM)
     seq = sequence(lengths, sample, batch_size, seqlen_q, seqlen_k)
-    pad_begin = 0
-    if kIsPacked:
-        if row0 >= seq.padded_q:
-            return
-        pad_begin = first_padded_row(seq)
+    if kIsPacked and row0 >= seq.padded_q:
+        return
+    pad_begin = first_padded_row(seq) if kIsPacked else 0
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
-    visible, blocks = keys_of(mask, rows), key_blocks(mask, row0, kBlockM, kTile.kBlockN)
-    first_key = None
-    if kIsLocal:  # the rows see no key before it
-        first_key = keys_of(mask, row0).begin
+    visible, blocks = keys_of(mask, rows), key_blocks(mask, row0, kBlockM, kBlockN)
+    first_key = keys_of(mask, row0).begin if kIsLocal else None  # the rows see no key before it
 
     q = matrix_of(q_ptr, q_strides, b, h, seq.q_begin, seq.seqlen_q, head_dim, kTile.kTma)
     k = matrix_of(k_ptr, k_strides, b, h_k, seq.k_begin, seq.seqlen_k, head_dim, kTile.kTma)
     v = matrix_of(v_ptr, v_strides, b, h_k, seq.k_begin, seq.seqlen_k, head_dim_v, kTile.kTma)
     dout = matrix_of(dout_ptr, dout_strides, b, h, seq.q_begin, seq.seqlen_q, head_dim_v, kTile.kTma)
     q = load_tile(q, row0, True, kTile.kMaskCols, kBlockM, kBlockD, kTile.kTma)
-    dout = load_tile(dout, row0, True, kTile.kMaskCols, kBlockM, kTile.kBlockDv, kTile.kTma)
+    dout = load_tile(dout, row0, True, kTile.kMaskCols, kBlockM, kBlockDv, kTile.kTma)
     lse = load_per_row(lse_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTile.kTma)
     delta = load_per_row(delta_ptr, bh, pad_begin + row0, seqlen_pad, kBlockM, kTile.kTma)
     if kEmptyRows:  # a row without a key has an lse if there are sinks
         lse = tl.where(visible.begin >= visible.end, float("inf"), lse)
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
     scores = Scores(score_numbers(softmax_scale, score_options, score_strides, seq, h), score_options, score_strides)
-    dropout = Dropout(seed_ptr, keep_count, keep_scale)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     for kMasked in tl.static_range(2):
-        dq = _accumulate_dq(dq, q, dout, lse, delta, k, v, h, row0, seq, mask, visible, blocks, first_key, scores,
-                            dropout, kMasked, kIsPacked, kTile)
+        loop = steps(blocks, kMasked)
+        for step in range(loop.begin, loop.end):
+            col0 = block_of(blocks, step, kMasked) * kBlockN
+            k_tile = load_tile(k, col0, kMasked, kTile.kMaskCols, kBlockN, kBlockD, kTile.kTma, 0, first_key)
+            v_tile = load_tile(v, col0, kMasked, kTile.kMaskCols, kBlockN, kBlockDv, kTile.kTma, 0, first_key)
+            if kMasked and kTile.kTma:
+                cols = col0 + tl.arange(0, kBlockN)
+                k_tile = clear_keys(k_tile, cols, first_key, seq.seqlen_k, kIsPacked)
+                v_tile = clear_keys(v_tile, cols, first_key, seq.seqlen_k, kIsPacked)
+            s, _, ds = score_gradients(q, k_tile, v_tile, dout, lse, delta, h, row0, col0, seq, mask, visible, scores,
+                                       dropout, kMasked)
+            dq = add_product(dq, through_cap(scores, ds, s).to(q.dtype), k_tile)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     store_tile(dq_ptr, dq_strides, b, h, seq.q_begin, rows, seq.padded_q, head_dim, dq * softmax_scale)
 
@@ -318,13 +289,12 @@ def _owned(idx, size, kIsShared: tl.constexpr):
     return begin, end, rest
 
 
-@triton.jit(do_not_specialize=["keep_count", *WINDOW])
-def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr, lengths, seed_ptr, keep_count,
-                    keep_scale, softmax_scale, score_options, strides, score_strides, batch_size, nheads, nheads_k,
-                    seqlen_q, seqlen_k, seqlen_pad, head_dim, head_dim_v, window_left, window_right,
-                    kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr, kSharesBatch: tl.constexpr,
-                    kSharesHeads: tl.constexpr, kSharesRows: tl.constexpr, kSharesKeys: tl.constexpr,
-                    kTile: tl.constexpr):
+@triton.jit(do_not_specialize=WINDOW)
+def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr, lengths, dropout, softmax_scale,
+                    score_options, strides, score_strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad,
+                    head_dim, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr,
+                    kChunk: tl.constexpr, kSharesBatch: tl.constexpr, kSharesHeads: tl.constexpr,
+                    kSharesRows: tl.constexpr, kSharesKeys: tl.constexpr, kTile: tl.constexpr):
     """dbias = Σ dS over the samples, heads, rows and keys that share an element of it. A program owns kBlockM rows and
     kBlockN keys of one head of dbias and walks along the scores that share them. strides: of q, k, v, dout and dbias,
     whose keys lie in a row."""
@@ -337,7 +307,6 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
     m_begin, m_end, idx = _owned(idx, tl.cdiv(seqlen_q, kBlockM), kSharesRows)
     h_begin, h_end, idx = _owned(idx, nheads, kSharesHeads)
     b_begin, b_end, idx = _owned(idx, batch_size, kSharesBatch)
-    dropout = Dropout(seed_ptr, keep_count, keep_scale)
     dbias = tl.zeros([kBlockM, kBlockN], tl.float32)
     for b in range(b_begin, b_end):
         seq = sequence(lengths, b, batch_size, seqlen_q, seqlen_k)
@@ -367,20 +336,11 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
                     # Without a key, or with keys of -inf alone, a row's dO may be NaN.
                     dbias += tl.where(p != 0, ds, 0.0)
 
-    to = head_of(dbias_ptr, dbias_strides, b_begin, h_begin, 0)
-    rows, cols = m_begin * kBlockM + tl.arange(0, kBlockM), n_begin * kBlockN + tl.arange(0, kBlockN)
-    to_rows = to + rows.to(tl.int64) * dbias_strides.row
-    if kSharesRows and kSharesKeys:
-        tl.store(to, tl.sum(tl.sum(dbias, 1), 0))
-    elif kSharesRows:
-        tl.store(to + cols, tl.sum(dbias, 0), mask=cols < seqlen_k)
-    elif kSharesKeys:
-        tl.store(to_rows, tl.sum(dbias, 1), mask=rows < seqlen_q)
-    else:
-        is_there = (rows[:, None] < seqlen_q) & (cols[None, :] < seqlen_k)
-        tl.store(to_rows[:, None] + cols[None, :], dbias, mask=is_there)
-
-
-_preprocess_packed = triton.jit(do_not_specialize=PACKED_SIZES)(_preprocess.fn)
-_flash_bwd_kv_packed, _flash_bwd_q_packed = (triton.jit(do_not_specialize=["keep_count", *WINDOW, *PACKED_SIZES])(x.fn)
-                                             for x in (_flash_bwd_kv, _flash_bwd_q))
+    rows = m_begin * kBlockM + tl.arange(0, kBlockM)[:, None]
+    cols = n_begin * kBlockN + tl.arange(0, kBlockN)[None, :]
+    if kSharesKeys:
+        dbias, cols = tl.sum(dbias, 1, keep_dims=True), tl.zeros([1, 1], tl.int32)
+    if kSharesRows:
+        dbias, rows = tl.sum(dbias, 0, keep_dims=True), tl.zeros([1, 1], tl.int32)
+    to = head_of(dbias_ptr, dbias_strides, b_begin, h_begin, 0) + rows.to(tl.int64) * dbias_strides.row + cols
+    tl.store(to, dbias, mask=(rows < seqlen_q) & (cols < seqlen_k))

@@ -12,12 +12,14 @@ section 3.2). Keys go from right to left, so that the blocks a mask cuts come fi
 Read next: the PTX ISA, sections on mbarrier, cp.async.bulk.tensor and wgmma.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (fence_async_shared, mbarrier, tma, warpgroup_mma,
                                                               warpgroup_mma_wait)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minimal_attn.options import Lengths
 
@@ -138,40 +140,6 @@ def _softmax(acc_s, row_max, row_sum, mask, visible, col0, unit_log2, kMasked: g
 
 
 @gluon.jit
-def _attend(acc_o, p, row_max, row_sum, q, sK, sV, done, first, last, n_blocks, mask, visible, unit_log2,
-            kMasked: gl.constexpr, kConvertLate: gl.constexpr):
-    """The blocks i of [first, last), counted from the right: S of block i, and acc_o += P V of block i - 1."""
-    kBlockN: gl.constexpr = sK.tiles.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kBlockN, 16])
-    o_layout: gl.constexpr = acc_o.type.layout
-    p_layout: gl.constexpr = p.type.layout
-    for i in range(first, last):
-        k_stage, k_phase = _turn(sK, done + i)
-        v_stage, v_phase = _turn(sV, done + i - 1)
-        mbarrier.wait(sK.full.index(k_stage), k_phase)
-        s_token = warpgroup_mma(q, _tile(sK.tiles, k_stage).permute((1, 0)),
-                                gl.zeros([64, kBlockN], gl.float32, s_layout), use_acc=False, is_async=True)
-        mbarrier.wait(sV.full.index(v_stage), v_phase)
-        o_token = warpgroup_mma(p, _tile(sV.tiles, v_stage), acc_o, is_async=True)
-        acc_s = warpgroup_mma_wait(1, deps=[s_token])
-        mbarrier.arrive(sK.empty.index(k_stage), count=1)
-        new_p, rescale, row_max, row_sum = _softmax(acc_s, row_max, row_sum, mask, visible,
-                                                    (n_blocks - 1 - i) * kBlockN, unit_log2, kMasked)
-        # ptxas would move the wait for P V to before the softmax, but not across a branch, such as that of a barrier,
-        # which here is open. Converted late, the old and the new P never need registers at once, which 160 do not hold.
-        if not kConvertLate:
-            new_p = gl.convert_layout(new_p.to(p.dtype), p_layout)
-        mbarrier.wait(sV.full.index(v_stage), v_phase)
-        acc_o, new_p = warpgroup_mma_wait(0, deps=[o_token, new_p])
-        if kConvertLate:
-            new_p = gl.convert_layout(new_p.to(p.dtype), p_layout)
-        p = new_p
-        mbarrier.arrive(sV.empty.index(v_stage), count=1)
-        acc_o = acc_o * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
-    return acc_o, p, row_max, row_sum
-
-
-@gluon.jit
 def _consume(o_desc, lse_ptr, sQ, sK, sV, sO, work, softmax_scale, consumer_idx: gl.constexpr, kOwnO: gl.constexpr):
     """64 rows of out and lse of each tile."""
     mask = work.mask
@@ -206,10 +174,35 @@ def _consume(o_desc, lse_ptr, sQ, sK, sV, sO, work, softmax_scale, consumer_idx:
                                                 unit_log2, True)
         p = gl.convert_layout(p.to(sQ.tiles.dtype), p_layout)
         acc_o = gl.zeros([kBlockM, kBlockD], gl.float32, o_layout)
-        acc_o, p, row_max, row_sum = _attend(acc_o, p, row_max, row_sum, q, sK, sV, done, 1, n_masked, n_blocks, mask,
-                                             visible, unit_log2, True, kConvertLate)
-        acc_o, p, row_max, row_sum = _attend(acc_o, p, row_max, row_sum, q, sK, sV, done, gl.maximum(n_masked, 1),
-                                             n_blocks, n_blocks, mask, visible, unit_log2, False, kConvertLate)
+        # Block i counts from the right: S of block i, and acc_o += P V of block i - 1. First those that a mask cuts.
+        for kFull in gl.static_range(2):
+            first, last = 1, n_masked
+            if kFull:
+                first, last = gl.maximum(n_masked, 1), n_blocks
+            for i in range(first, last):
+                k_stage, k_phase = _turn(sK, done + i)
+                v_stage, v_phase = _turn(sV, done + i - 1)
+                mbarrier.wait(sK.full.index(k_stage), k_phase)
+                s_token = warpgroup_mma(q, _tile(sK.tiles, k_stage).permute((1, 0)),
+                                        gl.zeros([64, kBlockN], gl.float32, s_layout), use_acc=False, is_async=True)
+                mbarrier.wait(sV.full.index(v_stage), v_phase)
+                o_token = warpgroup_mma(p, _tile(sV.tiles, v_stage), acc_o, is_async=True)
+                acc_s = warpgroup_mma_wait(1, deps=[s_token])
+                mbarrier.arrive(sK.empty.index(k_stage), count=1)
+                new_p, rescale, row_max, row_sum = _softmax(acc_s, row_max, row_sum, mask, visible,
+                                                            (n_blocks - 1 - i) * kBlockN, unit_log2, not kFull)
+                # ptxas would move the wait for P V to before the softmax, but not across a branch, such as that of a
+                # barrier, which here is open. Converted late, the old and the new P never need registers at once, which
+                # 160 do not hold.
+                if not kConvertLate:
+                    new_p = gl.convert_layout(new_p.to(p.dtype), p_layout)
+                mbarrier.wait(sV.full.index(v_stage), v_phase)
+                acc_o, new_p = warpgroup_mma_wait(0, deps=[o_token, new_p])
+                if kConvertLate:
+                    new_p = gl.convert_layout(new_p.to(p.dtype), p_layout)
+                p = new_p
+                mbarrier.arrive(sV.empty.index(v_stage), count=1)
+                acc_o = acc_o * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
         if kOwnO:
             mbarrier.arrive(sQ.empty.index(consumer_idx), count=1)
         done += n_blocks
@@ -270,8 +263,9 @@ def launch(config, q, k, v, out, causal, num_sms):
     """attention.launch for a call that attention.hopper_serves."""
     kConsumers, kBlockN, kBlockD, kStages = config.values()
     dtype = getattr(gl, str(q.dtype).removeprefix("torch."))
-    tiles = [(x, block, gl.NVMMASharedLayout.get_default_for(list(block), dtype)) for x, block in (
-        (x, (1, 1, rows, kBlockD)) for x, rows in ((q, 64), (k, kBlockN), (v, kBlockN), (out, 64)))]
+    blocks = [(x, [1, 1, rows, kBlockD]) for x, rows in ((q, 64), (k, kBlockN), (v, kBlockN), (out, 64))]
+    tiles = [(x, block, functools.partial(TensorDescriptor, layout=gl.NVMMASharedLayout.get_default_for(block, dtype)))
+             for x, block in blocks]
     num_tiles = -(-q.shape[2] // (64 * kConsumers)) * q.shape[0] * q.shape[1]
     if num_tiles > MAX_PROGRAMS:
         raise ValueError(f"too many rows: {num_tiles} tiles of {64 * kConsumers}, a launch takes {MAX_PROGRAMS}")

@@ -58,8 +58,8 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
 
 def fastest_launch(kernel, key, configs, launch, arguments, autotune):
     """The Launch, made by launch(config), of the fastest of configs for these arguments, whose first is a tensor.
-    Without autotune or a key it is that of the first config."""
-    if not autotune or key is None:
+    Without autotune it is that of the first config."""
+    if not autotune:
         return launch(configs[0])
     launch_of = functools.cache(lambda i: launch(configs[i]))  # compiled once, for all rounds
     chosen = fastest(kernel, key, configs, lambda config: launch_of(configs.index(config))(*arguments),
@@ -87,18 +87,17 @@ def _file(kernel, configs, device):
 
 def _measure(what, configs, run):
     """The index of the fastest, with a line on stderr that says what takes so long."""
-    times, error = {}, None
+    times, fitting, error = {}, range(len(configs)), None
     print(f"minimal_attn: tuning {what}, {len(configs)} ways: once, then never again", file=sys.stderr)
-    for round_idx in range(ROUNDS):  # by turns: the first of them meets a GPU that is still waking up
-        for i, config in enumerate(configs):
-            if round_idx > 0 and i not in times:
-                continue
+    for _ in range(ROUNDS):  # by turns: the first of them meets a GPU that is still waking up
+        for i in fitting:
             try:
-                ms = benchmark_fn(run, config, warmup=2, rep=10)[0]
+                ms = benchmark_fn(run, configs[i], warmup=2, rep=10)[0]
             except (OutOfResources, PTXASError) as too_large:  # for this GPU
                 error = too_large
             else:
                 times[i] = min(ms, times.get(i, ms))
+        fitting = list(times)
     if not times:
         raise error
     return min(times, key=lambda i: times[i] * (0.97 if i == 0 else 1))  # what is 3 % faster may be noise

@@ -3,10 +3,8 @@
 import math
 import operator
 
-import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.runtime.errors import OutOfResources
 
 from minimal_attn.checks import (FP8_DTYPES, MAX_HEAD_DIM, TWIN_DTYPES, check_fp8, check_no_derivative, check_number,
@@ -14,8 +12,8 @@ from minimal_attn.checks import (FP8_DTYPES, MAX_HEAD_DIM, TWIN_DTYPES, check_fp
 from minimal_attn.flash_attn import flash_attn_func as minimal_flash_attn_func
 from minimal_attn.options import Options
 
-from . import attention_bwd
-from .attention import INTERPRETING, block_d, config_of, properties, run, shared_memory
+from . import ops
+from .attention import INTERPRETING, block_d, config_of, properties, shared_memory
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM: int, BN: int) -> Tensor:
@@ -53,32 +51,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM
     check_no_derivative("attention", "minimal_attn.flash_attention with backend='torch'", q=q, k=k, v=v,
                         has_backward=q.dtype not in FP8_DTYPES)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    scale = 1 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
+    options = Options.of(1 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale), (-1, 0 if causal else -1))
     kBlockD, limit = block_d(q.dtype, head_dim), properties(q.device).max_shared_memory
     num_stages = next((n for n in (3, 2) if shared_memory(q.dtype, BM, BN, kBlockD, n) <= limit), 1)
     config = config_of(BM, BN, 8 if BM >= 128 else 4, num_stages, kBlockD, kBlockD)
     try:
-        return _Attention.apply(q, k, v, scale, bool(causal), config)
+        return ops.Attention.apply(q, k, v, *options.of_op(), options.autotune, *options.descales, config)[0]
     except OutOfResources as error:
         raise ValueError(f"tiles of BM {BM}, BN {BN} and head_dim {head_dim} do not fit {q.device}: {error}") from None
-
-
-class _Attention(torch.autograd.Function):
-    """Attention whose forward pass has the tiles of `config`."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, softmax_scale, causal, config):
-        ctx.options = Options.of(softmax_scale, (-1, 0 if causal else -1))
-        out, lse, _ = run(q, k, v, ctx.options, config)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        check_no_derivative("the backward pass of attention", "minimal_attn.flash_attention with backend='reference'",
-                            has_backward=True, dout=dout)
-        return (*attention_bwd.run(dout, None, *ctx.saved_tensors, ctx.options)[:3], None, None, None)
 
 
 def driver_device():

@@ -22,11 +22,11 @@ from minimal_attn.checks import MAX_SEQLEN, empty_outputs
 from minimal_attn.reference.pages import capacity_of
 
 from .attention import add_product, block_d, config_of, finish, shared_memory, tile_of
-from .launching import INTERPRETING, WINDOW, Launch, layouts, mask_of, properties, remember, to_float
+from .launching import WINDOW, Launch, layouts, mask_of, properties, remember
 from .mask import keys_of, make_mask, sees
 from .scores import (Scores, capped, log2_unit, online_softmax, score_numbers, score_options, score_strides, shifted,
                      unit_of)
-from .sequence import block_of_slot, cached_sequence, head_of, num_slots, strides_of
+from .sequence import block_of_slot, head_of, num_slots, sequence, strides_of
 
 MAX_SPLITS = 32  # where num_splits is 0
 # Every split but the last has a multiple of MIN_KEYS keys, and so of kBlockN: no block has keys of two splits.
@@ -64,9 +64,7 @@ def _gather(x, block, row, block_stride, row_stride, is_row, num_cols, kMaskCols
     """[rows, kBlock] of x: each row lies in its block, a page or a head, or all in one. 0 where is_row is False."""
     cols = tl.arange(0, kBlock)
     pointers = x + (block.to(tl.int64) * block_stride + row.to(tl.int64) * row_stride)[:, None] + cols[None, :]
-    is_there = is_row[:, None]
-    if kMaskCols:
-        is_there &= cols[None, :] < num_cols
+    is_there = is_row[:, None] & ((cols < num_cols) | (not kMaskCols))[None, :]
     return tl.load(pointers, mask=is_there, other=0.0)
 
 
@@ -118,7 +116,7 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
         m_blocks = num_slots(None, batch_size, seqlen_q, kBlockM, kGroup)
         sample, m_block = slot // m_blocks, slot % m_blocks
         b = sample
-    seq = cached_sequence(lengths, leftpad_k_ptr, sample, batch_size, seqlen_q, capacity)
+    seq = sequence(lengths, sample, batch_size, seqlen_q, capacity, leftpad_k_ptr)
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
     row0 = m_block * kBlockM
     share = share_keys(seq, mask, row0, max_splits, split_tokens, kGroup, kBlockM)
@@ -167,14 +165,13 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
 
     cols = tl.arange(0, kBlockDv)
     o_accum_ptr, max_accum_ptr, sum_accum_ptr = partial
-    if o_accum_ptr is not None:
-        if share.num_splits > 1:
-            part = (tl.cast(sample, tl.int64) * nheads_k + h_k) * max_splits + split_idx
-            places = part * split_tokens * kGroup + rows
-            tl.store(max_accum_ptr + places, row_max, mask=is_row)
-            tl.store(sum_accum_ptr + places, row_sum, mask=is_row)
-            tl.store(o_accum_ptr + places[:, None] * head_dim_v + cols[None, :],
-                     tl.where(row_sum[:, None] == 0.0, 0.0, acc_o), mask=is_row[:, None] & (cols[None, :] < head_dim_v))
+    if o_accum_ptr is not None and share.num_splits > 1:
+        part = (tl.cast(sample, tl.int64) * nheads_k + h_k) * max_splits + split_idx
+        places = part * split_tokens * kGroup + rows
+        tl.store(max_accum_ptr + places, row_max, mask=is_row)
+        tl.store(sum_accum_ptr + places, row_sum, mask=is_row)
+        tl.store(o_accum_ptr + places[:, None] * head_dim_v + cols[None, :],
+                 tl.where(row_sum[:, None] == 0.0, 0.0, acc_o), mask=is_row[:, None] & (cols[None, :] < head_dim_v))
     is_empty = row_sum == 0.0
     factor, lse = finish(tl.where(is_empty, 0.0, row_max) * numbers.unit, row_sum, is_empty, 1.0, sinks_ptr, heads,
                          is_row)
@@ -202,7 +199,7 @@ def combine_splits(partial, o_ptr, lse_ptr, lengths, leftpad_k_ptr, sinks_ptr, s
     sample, h_k, token = bh // nheads_k, bh % nheads_k, row // kGroup
     h = h_k * kGroup + row % kGroup
     o_accum_ptr, max_accum_ptr, sum_accum_ptr = partial
-    seq = cached_sequence(lengths, leftpad_k_ptr, sample, batch_size, seqlen_q, capacity)
+    seq = sequence(lengths, sample, batch_size, seqlen_q, capacity, leftpad_k_ptr)
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
     share = share_keys(seq, mask, row // kBlockM * kBlockM, max_splits, split_tokens, kGroup, kBlockM)
     if (token >= seq.seqlen_q) | (share.num_splits == 1):
@@ -250,10 +247,9 @@ def choose_config(dtype, rows, head_dim, head_dim_v, is_paged, max_shared_memory
     kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v)
     largest = max(kBlockD, kBlockDv)
     few_rows, more_rows, kBlockN, num_warps = TILES[dtype.itemsize, max(128, largest)]
-    kBlockM, num_stages = few_rows if rows <= few_rows else more_rows, 1
-    while (num_stages < 3 and dtype.itemsize < 4
-           and shared_memory(dtype, kBlockM, kBlockN, largest, num_stages + 1) <= max_shared_memory):
-        num_stages += 1
+    kBlockM = few_rows if rows <= few_rows else more_rows
+    num_stages = next((n for n in (3, 2) if dtype.itemsize < 4
+                       and shared_memory(dtype, kBlockM, kBlockN, largest, n) <= max_shared_memory), 1)
     if is_paged:  # page numbers come two stages before keys: Triton then takes two stages for each tile in flight
         num_stages = 2 * num_stages - 1
     return config_of(kBlockM, kBlockN, num_warps, num_stages, kBlockD, kBlockDv)
@@ -293,9 +289,6 @@ _plans = {}  # {all that the launches depend on: the launches}
 
 def run(q, k, v, options, cache):
     """(out, lse) of checked inputs, minimal_attn.options.Options and Cache. k and v are the caches."""
-    if INTERPRETING and q.dtype == torch.bfloat16:
-        out, lse = run(*map(to_float, (q, k, v)), options, cache)
-        return empty_outputs(q, v)[0].copy_(out), lse
     out, lse = empty_outputs(q, v)
     if not out.numel():
         return out, lse

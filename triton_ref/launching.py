@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from minimal_attn.checks import MAX_SEQLEN, empty_like
+from minimal_attn.checks import MAX_SEQLEN
 
 # With TRITON_INTERPRET=1 at import the kernels run on the CPU, in numpy.
 INTERPRETING = triton.knobs.runtime.interpret
@@ -38,33 +38,18 @@ def properties(device):
     return Properties(capability, found["max_shared_mem"], found["multiprocessor_count"])
 
 
-def to_float(x):
-    """x in fp32 with a contiguous last dimension, for Triton's interpreter (3.6 to 3.9), which gets dots and casts of
-    bf16 and fp8 wrong. The order of dimensions stays: fake kernels rely on it."""
-    return None if x is None else empty_like(x, torch.float32).copy_(x)
-
-
 class _TileMap:
-    """How TMA finds tiles of the shape `block` in tensors such as x, wherever they begin. layout is that of Gluon's
-    shared memory, None for Triton's."""
+    """How TMA finds tiles of the shape `block` in tensors such as x, wherever they begin."""
 
-    def __init__(self, x, block, layout=None):
+    def __init__(self, x, block, descriptor=TensorDescriptor):
         strides = [stride if n > 1 else 16 for n, stride in zip(x.shape[:-1], x.stride())]
-        self.dtype, self.sizes = x.dtype, (list(x.shape), [*strides, 1], list(block))
-        self.layout = layout
+        self.dtype, self.sizes, self.descriptor = x.dtype, (list(x.shape), [*strides, 1], list(block)), descriptor
 
+    @functools.lru_cache(maxsize=4096)
     def at(self, address):
         # In place of a tensor: it has all that a descriptor asks for, but keeps no memory alive.
         memory = types.SimpleNamespace(dtype=self.dtype, data_ptr=lambda: address)
-        if self.layout is None:
-            return TensorDescriptor(memory, *self.sizes)
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-        return GluonDescriptor(memory, *self.sizes, self.layout)
-
-
-@functools.lru_cache(maxsize=4096)
-def _descriptor(tile_map, address):
-    return tile_map.at(address)
+        return self.descriptor(memory, *self.sizes)
 
 
 _thread = threading.local()
@@ -86,8 +71,8 @@ class Launch:
         function: the kernel. Its parameters are what a call gives, tensors first, then `constants`.
         programs: how many.
         constants: sizes, strides and constexprs, for all tensors of the layouts that the calls will have.
-        tiles: for each of the first tensors (x, block) or (x, block, layout) where TMA reads it, as for _TileMap, or
-            None where the kernel gets its address.
+        tiles: for each of the first tensors (x, block) or (x, block, descriptor) where TMA reads it, as for _TileMap,
+            or None where the kernel gets its address.
         options: num_warps and num_stages.
     """
 
@@ -96,27 +81,46 @@ class Launch:
             raise ValueError(f"too many blocks: {programs}, and a launch takes {MAX_PROGRAMS}")
         self.function, self.grid, self.constants, self.options = function, (programs, 1, 1), constants, options
         self.tile_maps = [tile and _TileMap(*tile) for tile in tiles]
-        self.kernel = None  # compiled; None for ever in the interpreter
+        self.kernel = None  # compiled
         self.named = ()  # which arguments of a call are named tuples
 
     def __call__(self, *arguments):
         """Launches on the current device and stream. A tensor is None in every call or in none."""
+        if INTERPRETING:
+            return self._interpret(arguments)
         if self.tile_maps:
             if arguments[0].is_cuda:
                 _need_context()
-            tiles = [x if tile_map is None else _descriptor(tile_map, x.data_ptr())
+            tiles = [x if tile_map is None else tile_map.at(x.data_ptr())
                      for x, tile_map in zip(arguments, self.tile_maps)]
             arguments = (*tiles, *arguments[len(tiles):])
         if self.kernel is None:
             self.kernel = self.function[self.grid](*arguments, *self.constants, **self.options)
-            if self.kernel is not None:
-                self.named = [i for i, x in enumerate(arguments) if type(x) is not tuple and isinstance(x, tuple)]
-                self.constants = _plain(self.constants)
+            self.named = [i for i, x in enumerate(arguments) if type(x) is not tuple and isinstance(x, tuple)]
+            self.constants = _plain(self.constants)
             return
         arguments = list(arguments)
         for i in self.named:
             arguments[i] = tuple(arguments[i])
         self.kernel[self.grid](*arguments, *self.constants)
+
+    def _interpret(self, arguments):
+        """Runs the kernel in Triton's interpreter on fp32 copies of bfloat16 tensors. Those that it wrote are rounded
+        back."""
+        copies = tuple(map(_in_float, arguments))
+        self.function[self.grid](*copies, *self.constants, **self.options)
+        for x, copy in zip(arguments, copies):
+            if copy is not x and not torch.equal(copy.view(torch.int32), _in_float(x).view(torch.int32)):
+                x.copy_(copy)
+
+
+def _in_float(x):
+    """x, or a copy in fp32 of a bfloat16 tensor with its strides: the interpreter (3.6 to 3.9) gets dots and casts of
+    bfloat16 wrong."""
+    if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
+        return x
+    storage = x.new_empty(0).set_(x.untyped_storage())
+    return storage.float().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def _plain(x):
@@ -139,10 +143,14 @@ def sum_splits(out, split_stride, kSplits):
     return Launch(_sum_splits, -(-out.numel() // 1024), (out.numel(), split_stride, kSplits, 1024))
 
 
-# Parameters that should not be compiled for: a window's size, and in a packed batch what changes from call to call.
-# Kernels of other batches do not read their batch_size.
-WINDOW = "window_left", "window_right"
-PACKED_SIZES = "batch_size", "seqlen_q", "seqlen_k", "seqlen_pad"
+WINDOW = "window_left", "window_right"  # parameters that should not be compiled for
+
+
+@functools.cache
+def packed(kernel):
+    """A kernel for packed batches, whose sizes change from call to call and should not be compiled for either. Kernels
+    for other batches do not read their batch_size."""
+    return triton.jit(do_not_specialize=[*WINDOW, "batch_size", "seqlen_q", "seqlen_k", "seqlen_pad"])(kernel.fn)
 
 
 def mask_of(options):
@@ -175,8 +183,8 @@ def layouts(*tensors):
 
 def plan_key(options, q, *tensors):
     """All of a call that its launches depend on. The values of softmax_scale, softcap and dropout_p may change."""
-    return (q.device, options.window, options.attention_chunk, options.return_max_logits, options.softmax_scale < 0,
-            options.softcap > 0, *layouts(q, *tensors, *options.tensors))
+    return (q.device, options.window_left, options.window_right, options.attention_chunk, options.return_max_logits,
+            options.softmax_scale < 0, options.softcap > 0, *layouts(q, *tensors, *options.tensors))
 
 
 def remember(plans, key, plan, device):

@@ -21,9 +21,9 @@ def _options(of_op):
     return Options(**dict(zip(FORWARD_FIELDS, of_op)))
 
 
-def _run(q, k, v, options):
+def _run(q, k, v, options, *config):
     """What attention.run gives, as an op returns it."""
-    out, lse, max_logits = attention.run(q, k, v, options)
+    out, lse, max_logits = attention.run(q, k, v, options, *config)
     return out, lse, lse.new_empty(0) if max_logits is None else max_logits
 
 
@@ -54,16 +54,16 @@ def _backward(*inputs):
     tensors = (x for x in inputs if isinstance(x, torch.Tensor))
     if not is_eager(*tensors) or torch.is_grad_enabled():
         return triton_backward(*inputs)
-    *others, need_dq, need_dkv, need_dsinks, need_dbias = inputs
-    return attention_bwd.run(*others[:7], _options(others[7:]), need_dq, need_dkv, need_dsinks, need_dbias)
+    return attention_bwd.run(*inputs[:7], _options(inputs[7:-4]), *inputs[-4:])
 
 
 class Attention(torch.autograd.Function):
-    """triton_forward with its derivative, without the dispatcher; apply takes all arguments of the op."""
+    """triton_forward with its derivative, without the dispatcher; apply takes all arguments of the op, and after them
+    the config of attention.run, if there is one."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = _run(*inputs[:3], _options(inputs[3:]))
+        output = _run(*inputs[:3], _options(inputs[3:]), *inputs[3 + len(FORWARD_FIELDS):])
         ops.save(ctx, inputs, output)
         return output
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import properties
+from .launching import INTERPRETING, properties
 
 # The least finite bias: finfo.min, with which some models mask, would overflow to -inf, as if the row had no key.
 LOWEST = tl.constexpr(-1e30)
@@ -184,16 +184,14 @@ def _tanh(x, kFast: tl.constexpr):
     return y
 
 
-NO_SCORES = ScoreOptions(None, None, None)
-
-
 def score_options(options):
     """The ScoreOptions of minimal_attn.options.Options."""
     bias = options.attn_bias
-    if bias is None and options.alibi_slopes is None and not options.softcap:
-        return NO_SCORES
-    return ScoreOptions(options.softcap or None, options.alibi_slopes,
-                        bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias)
+    if bias is not None and bias.dtype == torch.bool:
+        bias = bias.view(torch.uint8)
+    elif bias is not None and bias.dtype == torch.bfloat16 and INTERPRETING:  # see launching.py
+        bias = bias.float()
+    return ScoreOptions(options.softcap or None, options.alibi_slopes, bias)
 
 
 def score_strides(q, scores):

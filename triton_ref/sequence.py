@@ -34,32 +34,24 @@ class Sequence(NamedTuple):
 
 
 @triton.jit
-def sequence(lengths, b, batch_size, seqlen_q, seqlen_k):
-    """The Sequence of sample b. lengths: minimal_attn.options.Lengths. seqlen_q, seqlen_k: rows of the tensors."""
+def sequence(lengths, b, batch_size, seqlen_q, seqlen_k, leftpad_k_ptr=None):
+    """The Sequence of sample b. lengths: minimal_attn.options.Lengths. seqlen_q, seqlen_k: rows of the tensors, or the
+    keys that a cache has room for."""
     q_begin, padded_q = 0, seqlen_q  # numbers that the compiler knows save registers
     k_begin, padded_k = 0, seqlen_k
     if lengths.cu_seqlens_q is not None:
         q_begin, padded_q, seqlen_q = _packed(lengths.cu_seqlens_q, b, batch_size, seqlen_q)
+    if lengths.cu_seqlens_k is not None:
         k_begin, padded_k, packed_k = _packed(lengths.cu_seqlens_k, b, batch_size, seqlen_k)
         if lengths.seqused_k is None:
             seqlen_k = packed_k
         else:  # the keys of several samples may be the same ones
             seqlen_k -= k_begin
     seqlen_q, seqlen_k = used(lengths.seqused_q, b, seqlen_q), used(lengths.seqused_k, b, seqlen_k)
-    return Sequence(b, q_begin, k_begin, seqlen_q, seqlen_k, padded_q, padded_k)
-
-
-@triton.jit
-def cached_sequence(lengths, leftpad_k_ptr, b, batch_size, seqlen_q, capacity):
-    """The Sequence of sample b, whose keys are in a cache with room for `capacity` of them, from k_begin on."""
-    q_begin, padded_q = 0, seqlen_q
-    if lengths.cu_seqlens_q is not None:
-        q_begin, padded_q, seqlen_q = _packed(lengths.cu_seqlens_q, b, batch_size, seqlen_q)
-    k_begin, seqlen_k = 0, used(lengths.seqused_k, b, capacity)
     if leftpad_k_ptr is not None:
         k_begin = tl.maximum(tl.load(leftpad_k_ptr + b), 0)
         seqlen_k = tl.maximum(seqlen_k - k_begin, 0)
-    return Sequence(b, q_begin, k_begin, used(lengths.seqused_q, b, seqlen_q), seqlen_k, padded_q, capacity)
+    return Sequence(b, q_begin, k_begin, seqlen_q, seqlen_k, padded_q, padded_k)
 
 
 @triton.jit
