@@ -2,7 +2,7 @@
 
 A call is bound by the reading of K and V, so its rate in GB/s stands beside that of a plain read of as many bytes. It
 lasts microseconds, and a model replays many as a CUDA graph. So the time is that of a graph of calls, divided by their
-number. Each call has a cache of its own, so that no L2 holds what the next one reads. Read next: read.py; measure.py.
+number. Each call has a cache of its own, so that no L2 holds what the next one reads.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Cases: the inputs of one setting, the truth in fp64, the error that it allows, and the work that a row counts.
-
-Read next: caches.py, cases of caches; options.py, the table of operations; measure.py, which makes a row of the JSON.
-"""
+"""Cases: the inputs of one setting, the truth in fp64, the error that it allows, and the work that a row counts."""
 
 import functools
 import math

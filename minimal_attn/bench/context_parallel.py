@@ -4,7 +4,7 @@
 
 A timing has several calls in a row, as the layers of a model make them. Efficiency is the time of the whole on one GPU,
 by the same kernels, over P times the time on P. Without GPUs it runs in a tiny size on CPUs with Gloo, without torch's
-context_parallel, to be tested. Read next: ../distributed/attention.py.
+context_parallel, to be tested.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """One screen for a newcomer: what is this machine, is every implementation right on it, and is ours fast?
 
-On a CPU nothing is timed: there the kernels run to be read and debugged. Read next: __init__.py, the whole benchmark.
+On a CPU nothing is timed: there the kernels run to be read and debugged.
 """
 
 from pathlib import Path

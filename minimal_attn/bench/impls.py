@@ -1,7 +1,6 @@
 """The implementations of attention that are compared: ours by each kernel, and every peer that can be imported.
 
-Each is a function (q, k, v, call) -> out of tensors (B, H, S, D), or it raises where it cannot serve them. Read next:
-cases.py, what they are called with; caches.py, those of caches.
+Each is a function (q, k, v, call) -> out of tensors (B, H, S, D), or it raises where it cannot serve them.
 """
 
 import functools

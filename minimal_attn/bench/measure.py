@@ -1,7 +1,6 @@
 """Runs one implementation on one case: is it right, how fast is it, what does it need?
 
-A case (cases.py) holds inputs, the truth in fp64 and the error that it allows. Read next: ../toolkit/benchmark.py, the
-timer.
+A case (cases.py) holds inputs, the truth in fp64 and the error that it allows.
 """
 
 import functools

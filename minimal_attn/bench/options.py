@@ -1,7 +1,4 @@
-"""The table of operations, and the options of a run, each of which is checked before any work starts.
-
-Read next: __init__.py, the run.
-"""
+"""The table of operations, and the options of a run, each of which is checked before any work starts."""
 
 import argparse
 from collections.abc import Callable

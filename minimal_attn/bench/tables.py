@@ -1,4 +1,4 @@
-"""Tables that a run prints. In this file results is always {setting: {impl: row}}. Read next: pictures.py."""
+"""Tables that a run prints. In this file results is always {setting: {impl: row}}."""
 
 from rich import box
 from rich.console import Console

@@ -1,7 +1,4 @@
-"""Attention of a sequence that is split over several processes: context parallelism on torch.distributed.
-
-Read next: attention.py, the function; layout.py, which rows each process holds.
-"""
+"""Attention of a sequence that is split over several processes: context parallelism on torch.distributed."""
 
 # torch imports this module late, with torch._dynamo. Its functions have the default group of that moment as a default
 # argument, which keeps the group for ever, so that Gloo's threads outlive destroy_process_group and may then abort the

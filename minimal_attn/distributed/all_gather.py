@@ -7,8 +7,6 @@ in three groups:
 
     communication   |gather 0..3|gather 4..27|sum 0..3, gather 28..31|      |sum 4..27|     |sum 28..31|
     gradients                   |of 0..3     |of 4..27                      |of 28..31      |
-
-Read next: exchange.py, how keys and gradients get to other ranks.
 """
 
 import functools

@@ -1,7 +1,6 @@
 """context_parallel_attention: attention of a sequence that is split over the ranks of a process group.
 
-All input is checked before anything is sent. Each of the three methods has a file of its own. Read next: layout.py,
-which rank holds which rows; all_gather.py, the method within a node.
+All input is checked before anything is sent. Each of the three methods has a file of its own.
 """
 
 import functools

@@ -2,8 +2,7 @@
 
 A Piece is a run of rows that see a run of keys of the same document. Kernels align the last row of a sample with its
 last key: the window is shifted by the distance of these in the sequence. Short pieces of one window are samples of one
-packed call. Plans read no tensor and are cached, since layers and steps repeat them. Read next: all_gather.py, whose
-calls have all keys; ring.py, whose calls have the keys of one rank after another.
+packed call. Plans read no tensor and are cached, since layers and steps repeat them.
 """
 
 import functools

@@ -3,7 +3,7 @@
 Both go through peer memory, from which ranks copy, or by messages of torch.distributed. Keys and values lie with rows
 first, (P·T, B, Hk, D + Dv), so that a chunk is one piece of memory and goes straight to its place in the sequence.
 Gradients are summed in fp32: each rank has some for all keys and gets the sums for its own, by peer memory or by a
-reduce-scatter. Read next: peer_memory.py.
+reduce-scatter.
 """
 
 import functools

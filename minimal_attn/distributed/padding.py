@@ -5,7 +5,7 @@ with a whole tile, but a chunk may begin anywhere. Rows of zeros before a chunk 
 results are not read, and they add nothing to gradients. Keys of zeros would have to be hidden, and no window can do
 that: in the ring, a chunk is followed by a copy of the next 15 keys of the sequence, and a tile of keys belongs to the
 chunk of its first key. The gradients of copies are sent to the ranks that hold these keys. Without dropout, or where
-all chunks begin at a multiple of 16 of their documents, there is no padding and no copy. Read next: calls.py.
+all chunks begin at a multiple of 16 of their documents, there is no padding and no copy.
 """
 
 from typing import NamedTuple

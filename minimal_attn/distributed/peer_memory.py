@@ -5,7 +5,7 @@ needs out of the slots of the others. Copy engines do that over NVLink, beside k
 
 Two slots take turns. All copies and barriers are on one stream, so that a rank reads a slot before it comes to the
 barrier of the next one. So when a rank has passed a barrier, all ranks have read the slot of the barrier before, and it
-may be written again. Read next: ring.py, where not all keys fit.
+may be written again.
 """
 
 import datetime

@@ -2,7 +2,7 @@
 
 Liu et al., Ring Attention, 2023. The keys of one rank give a part of the result, and parts are merged by their lse. In
 the backward pass dk and dv travel with the keys, one step behind, and each rank adds its part. After P steps they are
-home. Read next: ulysses.py, which divides the heads instead.
+home.
 """
 
 import math

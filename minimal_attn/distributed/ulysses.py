@@ -1,8 +1,7 @@
 """Context parallelism by heads (Ulysses): every rank gets all rows of some heads, attends, and gives the results back.
 
 Jacobs et al., DeepSpeed Ulysses, 2023. An all-to-all before the call turns a share of the sequence into a share of the
-heads, and one after it does the inverse. Between them runs flash_attention of the whole sequence. Read next:
-../modules.py, which uses all this.
+heads, and one after it does the inverse. Between them runs flash_attention of the whole sequence.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A folder that the package `kernels` loads as a kernel, so that transformers takes us by a name of its hub.
 
 write makes the folder: a build for each device, which holds the functions of flash-attn and its metadata. Nothing is
-compiled into it: it imports the minimal_attn that is installed. Read next: ../flash_attn/flash_attn_interface.py.
+compiled into it: it imports the minimal_attn that is installed.
 
     python -m minimal_attn.integrations.kernels FOLDER
 """

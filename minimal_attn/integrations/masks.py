@@ -2,8 +2,7 @@
 
 transformers describes a mask by a function of the indices of a row and a key, and by the padding of the batch.
 make_mask recognizes causal masks, sliding windows and packed sequences, and returns a Mask of them: kernels skip what
-these hide. Any other function becomes a dense mask of bool. Read next: transformers.py, which computes attention by a
-Mask.
+these hide. Any other function becomes a dense mask of bool.
 """
 
 from __future__ import annotations

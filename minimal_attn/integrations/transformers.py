@@ -2,7 +2,7 @@
 
 register() gives transformers attend, which computes the attention of a layer by flash_attention, and make_mask of
 masks.py, which says once for each forward pass what the rows of all layers see. The mask alone decides: attend leaves
-out a layer's sliding_window, as the eager attention of transformers does. Read next: masks.py; kernels.py.
+out a layer's sliding_window, as the eager attention of transformers does.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In torch's dispatcher, the functions of aten.py take the place of the CUDA kerne
 aten.py does not serve goes to the kernel that was there before, which torch.library.get_kernel kept. Above them,
 ../../csrc/binding/sdpa_override.cpp serves everyday calls without Python, which costs the host less. All three of
 torch's fused kernels are replaced, and the order in which torch chooses one of them stays as it is: masks never reach
-flash attention, and Hopper prefers cuDNN. Read next: aten.py, the ops; ../../csrc/binding/sdpa_override.cpp.
+flash attention, and Hopper prefers cuDNN.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ serve, as the checks of csrc do before a launch: the caller then gives the call 
 
 Torch keeps dropout, since its kernels draw other random numbers than ours and both passes must drop the same; float32,
 whose precision torch.backends.cuda.matmul.allow_tf32 sets; debug masks, page tables and ALiBi, whose slopes torch does
-not hand to the backward pass. Read next: activation.py, which puts these functions in the place of torch's kernels.
+not hand to the backward pass.
 """
 
 import math
@@ -29,7 +29,6 @@ from ..options import OF_OP, Lengths, Options
 HALVES = torch.float16, torch.bfloat16
 # Windows by is_causal, of which "top left" stands for one that the numbers of rows and keys tell.
 BOTTOM_RIGHT, TOP_LEFT = {False: NO_WINDOW, True: (-1, 0)}, {False: NO_WINDOW, True: "top left"}
-NO_LENGTHS = Lengths()
 
 
 def _leave_if(*conditions):
@@ -37,7 +36,7 @@ def _leave_if(*conditions):
         raise ValueError("the call stays with torch's kernel")
 
 
-def _attend(q, k, v, scale, window, bias=None, lengths=NO_LENGTHS):
+def _attend(q, k, v, scale, window, bias=None, lengths=Lengths()):
     """(out, lse) of q (B, H, Sq, D)."""
     k, v, scale, window = _checked(q, k, v, scale, window)
     out, lse, _, slow_because = _build.load().flash_forward(
@@ -47,7 +46,7 @@ def _attend(q, k, v, scale, window, bias=None, lengths=NO_LENGTHS):
     return out, lse
 
 
-def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=NO_LENGTHS, needed=(True, True, True, False)):
+def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=Lengths(), needed=(True, True, True, False)):
     """[dq, dk, dv, dbias], with None for each that is not needed. out and lse may come from torch's own forward pass.
 
     torch saves no lse where q, k and v require no grad, though the bias may, and neither do graphs of torch.export.
@@ -125,7 +124,7 @@ def flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_s
 def _lengths(query, cum_seq_q, cum_seq_k, seqused_k=None):
     """The Lengths of query, (B, S, H, D) without any or (T, H, D) with both cum_seq."""
     if cum_seq_q is cum_seq_k is seqused_k is None and query.ndim == 4:
-        return NO_LENGTHS
+        return Lengths()
     _leave_if(cum_seq_q is None, cum_seq_k is None, query.ndim != 3)
     return cum_seq_q, cum_seq_k, None, seqused_k
 
