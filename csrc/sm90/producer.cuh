@@ -159,7 +159,7 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, typ
         if (tile.block * kBlockM >= seq.padded_q) continue;  // its sample is shorter
         if constexpr (Shape::kCached)
             if (!seq.is_served(p)) continue;
-        const auto &mask = work.mask = typename Shape::Mask(seq, p);
+        const auto mask = work.mask = typename Shape::Mask(seq, p);
         const BlockRange all = mask.template key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
         work.n_block_min = all.begin, work.n_block_max = all.end;
         work.first_key = mask.keys(tile.block * kBlockM).begin;
