@@ -23,7 +23,7 @@ template <typename Sum> __device__ Sum log_add_exp(Sum x, Sum y) {
     return x == y ? x + log(Sum(2)) : fmax(x, y) + log1p(exp(-fabs(x - y)));
 }
 
-// kMods: mods/score_mods.cuh changes the scores, or there are chunks.
+// kMods: mods/score_mods.cuh may change the scores, and there may be chunks.
 template <typename T, typename Tiles, bool kMods>
 __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 8 warps an SM: 255 registers a thread
     flash_fwd(const AttnParams p, const bool aligned) {
@@ -118,7 +118,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
         const Sum scale_o = keep_scale / l[i] * (sink ? exp(lse_keys - lse_row) : Sum(1));
         if (tx == 0) lse[row] = lse_row;
         if (tx == 0 && p.max_logits)
-            static_cast<Sum *>(p.max_logits)[lse_begin + row] = is_empty ? -INFINITY : m[i] * scores.unit();
+            static_cast<Sum *>(p.max_logits)[lse_begin + row] =
+                is_empty ? -INFINITY : m[i] * scores.unit() + (l[i] - l[i]);  // NaN if a score is
         for (int d = 0; d < kDims; d++) {
             const int x = place<kTx, kDims>(tx, d);
             if (x < p.head_dim_v) gO[row * p.o.row_stride + x] = from_float<T>(is_empty ? Sum(0) : O[i][d] * scale_o);

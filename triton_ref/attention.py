@@ -252,7 +252,7 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     is_stored = rows < seq.padded_q
     if max_ptr is not None:
         tl.store(max_ptr + bh.to(tl.int64) * seqlen_q + seq.q_begin + rows,
-                 tl.where(visible.begin < visible.end, row_max, float("-inf")), mask=is_stored)
+                 tl.where(visible.begin < visible.end, row_max + (row_sum - row_sum), float("-inf")), mask=is_stored)
     if score_options.bias is not None:  # the backward pass clamps low scores, see shifted
         row_max = tl.maximum(row_max, LOWEST)
     if kIsFp8:  # p was 2^8 times what it is

@@ -73,8 +73,9 @@ py::object fast_forward(py::handle q_, py::handle k_, py::handle v_, py::handle 
         options.sinks = options.sinks->to(lse_dtype(q)).contiguous();
     AttnParams p{};
     if (find_type_fault(q, k, v) || set_params(p, q, k, v, options, dim)) return py::none();
-    const DeviceGuard guard(q);
-    if (choose(p, q, false).slow_because) return py::none();  // backends/cuda.py copies what is not aligned
+    const bool is_aligned = p.head_dim % 8 == 0 && p.head_dim_v % 8 == 0 && !why_not_16_bytes("q", p.q, 8) &&
+                            !why_not_16_bytes("k", p.k, 8) && !why_not_16_bytes("v", p.v, 8);
+    if (p.dtype != DType::kFloat32 && !is_aligned) return py::none();  // backends/cuda.py may copy these
     const bool needs_grad =
         at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
     if (needs_grad && is_packed && options.seqused_k) return py::none();  // packed.py gives samples keys of their own

@@ -150,6 +150,7 @@ template <typename Shape> Splits splits_of(const DecodeParams &p) { return Split
 
 template <typename T, typename Shape> void launch_decode(DecodeParams p) {
     static_assert(2 * (BlockMemory<Shape>::bytes(Shape::kNumWarps, Shape::kStages) + 1024) <= 228 << 10);
+    static_assert(BlockMemory<Shape>::bytes(2 * Shape::kNumWarps, Shape::kStages) <= 227 << 10);
     p.box_rows = cache_box_rows(p, Shape::kBlockN);
     const Splits splits = splits_of<Shape>(p);
     const CacheTensors cache{make_cache_tensor<Shape::kHeadDim>("k", p.k, p, p.head_dim),

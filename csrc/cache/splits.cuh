@@ -100,7 +100,10 @@ struct Splits {
         const int64_t packed_rows = int64_t(group) * p.max_seqlen_q;
         const int64_t most_tiles = (packed_rows + Shape::kBlockM - 1) / Shape::kBlockM;
         const int64_t items = p.batch_size * p.nheads_k * most_tiles;
-        const int64_t block_steps = p.batch_size * most_tiles * (p.seqlen_k / Shape::block_keys(Shape::kNumWarps) + 1);
+        // Samples of a packed batch may have more than max_seqlen_q rows.
+        const int64_t all_rows = int64_t(group) * p.seqlen_q * (p.cu_seqlens_q ? 1 : p.batch_size);
+        const int64_t block_steps = (all_rows / Shape::kBlockM + p.batch_size) *
+                                    (p.seqlen_k / Shape::block_keys(Shape::kNumWarps) + 1);
         if (items > INT32_MAX / 512 || block_steps > INT32_MAX / 2)
             throw std::invalid_argument("minimal_attn: the call has over 2^22 tiles of rows, or 2^30 steps of a tile "
                                         "and its keys; divide the batch into several calls");

@@ -36,7 +36,7 @@ struct Plan {
         const int steps = sample.num_steps;
         if (!sample.may_split) return 1;
         if (!splits.max_items) return steps <= first ? 1 : 1 + ceil_div(steps - first, later);
-        const int most = splits.by_share ? floor_div(unsigned(steps) * splits.max_items, total) : splits.max_items;
+        const int most = splits.by_share ? int(int64_t(steps) * splits.max_items / total) : splits.max_items;
         return max(1, min(most, shift_div(steps, splits.min_steps)));
     }
     // count: of the sample, above 1.

@@ -20,11 +20,11 @@ struct BlockRange {
     __device__ bool is_full(int block) const { return block >= full_begin && block < full_end; }
 };
 
-// kChunks: with attention_chunk, which takes registers. Kernels without it are told apart in ops/kernels.h.
+// kChunks: there may be an attention_chunk. Its bounds take registers, so the fastest kernels are there twice.
 template <bool kChunks> struct MaskOf {
     int seqlen_q, seqlen_k;  // valid rows and keys
     int left, right;         // row i sees the keys from i + left to i + right
-    int chunk;               // of its own chunk, if not 0 and kChunks
+    int chunk;               // attention_chunk, read only if kChunks
 
     MaskOf() = default;
     __device__ MaskOf(const Sequence &seq, const AttnParams &p) : MaskOf(seq.seqlen_q, seq.seqlen_k, p) {}

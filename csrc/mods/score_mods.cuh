@@ -71,7 +71,9 @@ template <typename Sum> struct ScoreFactors {
         in_log2 |= p.bias.data && p.bias.dtype != DType::kBool;
         unit = in_log2 ? 1 / kLog2E : has_softcap ? softcap : softmax_scale == 0 ? Sum(1) : Sum(fabs(softmax_scale));
         per_unit = in_log2 ? kLog2E : 1 / unit;
-        of_qk = has_softcap ? softmax_scale / softcap : softmax_scale * per_unit;
+        of_qk = has_softcap ? softmax_scale / softcap
+                : in_log2   ? softmax_scale * per_unit
+                            : Sum((softmax_scale > 0) - (softmax_scale < 0));
         of_tanh = in_log2 && has_softcap ? softcap * per_unit : 1;
         softmax_scale_log2 = in_log2 ? 1 : unit * kLog2E;
     }

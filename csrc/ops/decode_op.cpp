@@ -11,7 +11,7 @@ namespace {
 
 #if MINIMAL_ATTN_CUDA
 using Decode = void(const DecodeParams &);
-using Sizes = DecodeSizes(const DecodeParams &);
+using SizesOf = DecodeSizes(const DecodeParams &);
 
 // The workspaces of a call's launches, which may overlap: they are freed after the last.
 class Workspaces {
@@ -36,7 +36,7 @@ class Workspaces {
         p.tile_counter = tile_counter;
         sm90::flash_prefill(p);
     }
-    void decode(DecodeParams p, const TorchTensor &q, Decode flash_decode, Sizes decode_sizes) {
+    void decode(DecodeParams p, const TorchTensor &q, Decode flash_decode, SizesOf decode_sizes) {
         const auto [workspace_bytes, num_counters] = decode_sizes(p);
         p.workspace = empty(workspace_bytes, q), p.counters = counters, counters += num_counters;
         flash_decode(p);

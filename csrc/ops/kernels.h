@@ -61,9 +61,9 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
     if (!is_fp32 && is_dmma) return "the dtype is not float32";
     if (p.dropout_seed && is_dmma) return "it has no dropout";
     if (p.sinks && is_dmma) return "it has no sinks";
-    const bool is_rare = p.max_logits || p.attention_chunk;
-    if (is_rare && is_dmma) return "it has no attention_chunk and no max_logits";
-    if (is_rare && is_sm90 && !is_backward && (p.dropout_seed || p.has_score_mods()))
+    const bool has_chunks_or_max = p.max_logits || p.attention_chunk;
+    if (has_chunks_or_max && is_dmma) return "it has no attention_chunk and no max_logits";
+    if (has_chunks_or_max && is_sm90 && !is_backward && (p.dropout_seed || p.has_score_mods()))
         return "its forward pass has no attention_chunk or max_logits beside dropout, softcap, alibi_slopes, attn_bias";
     if (p.has_score_mods() && (is_dmma || (is_sm90 && !is_backward && p.dropout_seed)))
         return (is_dmma ? "it has no" : "its forward pass has no dropout with") +

@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
 
     if constexpr (kMax) {
         for (float &x : max_score) x *= softmax.softmax_scale_log2;
-        store_max_logits(p, max_score, seq, tile.b, tile.h, warp_row);
+        store_max_logits(p, max_score, softmax.row_sum, seq, tile.b, tile.h, warp_row);
     }
     float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h);
     softmax.finalize(acc_o, gLse, seq, warp_row, sink_of<float>(p, tile.h),

@@ -55,7 +55,8 @@ template <typename T, typename Shape, typename Softmax> struct PlainScores {
         softmax = Softmax(scores.softmax_scale_log2);
         was_full = false;
     }
-    __device__ void end_tile(const WorkItem &, int) {}  // before the sink counts; a lane's first row
+    // Before the sink joins the sums; the int is this lane's first row.
+    __device__ void end_tile(const WorkItem &, int) {}
     // Whether blocks without a mask need no change of their scores.
     __device__ bool has_full_blocks() const { return scores.is_raw; }
     __device__ float out_scale() const { return 1.f; }

@@ -136,6 +136,7 @@ BATCHES = [
     Batch("chunks_packed", (5, 70, 1, 40, 0), (9, 33, 33, 90, 5), window=(20, 2), chunk=24, has_sinks=True),
     Batch("chunks_of_one", (20,), (33,), chunk=1, D=8),
     Batch("chunks_dropout", (5, 17, 140), (9, 33, 141), causal=True, dropout_p=0.3, chunk=64, D=128),
+    Batch("chunks_below_0", (5, 17, 140), (9, 33, 141), causal=True, dropout_p=0.3, chunk=64, D=64, sm_scale=-0.3),
     Batch("chunk_of_all", (40,) * 2, (70,) * 2, causal=True, is_packed=False, chunk=2**40),
     Batch("max", (70,) * 2, (150,) * 2, causal=True, is_packed=False, has_max=True, D=64),
     Batch("max_packed", (5, 17, 130, 0), (9, 0, 200, 7), window=(60, 0), has_max=True, has_sinks=True, D=128, spare=5),
@@ -161,7 +162,8 @@ GATE = {"packed_causal", "empty_samples", "seqused_both", "shared_keys", "packed
         "window_dropout", "window_3_0_40_100", "window_0_5_100_40", "static_cache", "padded_seqused_q",
         "padded_seqused_window",
         "sinks_more_rows", "sinks_packed", "sinks_seqused_dropout", "v_narrow", "v_wide", "v_packed_window",
-        "v_dropout_sinks", "split", "chunks_causal", "chunks_more_rows", "chunks_packed", "max_packed", "max_dropout"}
+        "v_dropout_sinks", "split", "chunks_causal", "chunks_more_rows", "chunks_packed", "chunks_below_0", "max_packed",
+        "max_dropout"}
 GATE_OF_TWIN = GATE - ({"shared_keys", "window_3_0_40_100", "window_0_5_100_40", "sinks_more_rows", "v_narrow",
                         "v_dropout_sinks", "chunks_causal", "max_packed"} if not HAS_GPU else set())
 
@@ -295,6 +297,15 @@ def test_against_a_loop(impl, batch, poisoned_outputs):
     if impl == "triton" and not HAS_GPU and batch.name not in GATE:
         pytest.skip("Triton's interpreter has those of the gate")
     check_batch(impl, batch, DTYPES[impl])
+
+
+@each_impl
+def test_max_logits_are_nan_where_a_score_is(impl):
+    backend, device = IMPLS[impl]
+    q, k, v, _, _ = make(Batch("any", (20,), (150,), is_packed=False, D=64), DTYPES[impl], device)
+    k[0, 0, 70] = math.nan
+    _, got = flash_attention(q, k, v, return_max_logits=True, backend=backend)
+    assert got[:, :2].isnan().all() and got[:, 2:].isfinite().all()
 
 
 BLOCKS = (70, 1, 130), (150, 40, 65)  # rows and keys of samples that are longer than a block

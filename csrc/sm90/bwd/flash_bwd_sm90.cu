@@ -284,12 +284,14 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_co
 
 template <typename T, typename Shape> void launch_kernel(const AttnBackwardParams &p) {
     static_assert(sizeof(BwdSharedMemory<Shape>) <= 227 << 10);
-    constexpr bool kIsPlain = Shape::kBlockM > 64 || Shape::kHeadDim > 64;  // as with_bwd_shape() chooses
-    auto *kernel = flash_bwd<T, Shape, false, false, !kIsPlain>;
+    // At head_dim 64 plain calls have 128 rows.
+    auto *kernel = flash_bwd<T, Shape, false, false, Shape::kBlockM == 64 && Shape::kHeadDim == 64>;
     if constexpr (Shape::kBlockM == 64) {
-        if (p.has_score_mods() || (p.dropout_seed && p.attention_chunk)) kernel = flash_bwd<T, Shape, true, true, true>;
+        const bool has_chunks = p.attention_chunk > 0;
+        if (p.has_score_mods()) kernel = flash_bwd<T, Shape, true, true, true>;
+        else if (p.dropout_seed && has_chunks) kernel = flash_bwd<T, Shape, true, false, true>;
         else if (p.dropout_seed) kernel = flash_bwd<T, Shape, true, false, false>;
-        else if (p.attention_chunk) kernel = flash_bwd<T, Shape, false, false, true>;
+        else if (has_chunks) kernel = flash_bwd<T, Shape, false, false, true>;
     }
     launch_bwd<T, Shape, sizeof(BwdSharedMemory<Shape>)>(p, kernel);
 }

@@ -18,7 +18,7 @@ struct MaxSoftmax : Softmax<1> {
         for (int i = 0; i < 2 && has_grown; i++) max_p[i] = __float_as_int(__int_as_float(max_p[i]) * alpha[i]);
         return has_grown;
     }
-    // P may be infinite before its row is computed once more.
+    // P may be infinite before its row is computed once more: inf times alpha, 0, would be NaN.
     template <int kNTiles> __device__ float exponentiate(float (&acc_s)[1][kNTiles][4], int i) {
         const float sum = Softmax<1>::exponentiate(acc_s, i);
         int x = max_p[i];
@@ -37,13 +37,13 @@ template <typename T, typename Shape> struct MaxScores : PlainScores<T, Shape, M
     __device__ bool exponentiate(const WorkItem &work, const BlockRange &blocks, const ScoreOrigin &at, bool is_full,
                                  float (&alpha)[2]) {
         const bool has_grown = Base::exponentiate(work, blocks, at, is_full, alpha);
-        warpgroup_fence_operand(acc_s[0]);  // once P is packed, both would need registers
+        warpgroup_fence_operand(acc_s[0]);  // else ptxas keeps P beside its packed form, and spills
         return has_grown;
     }
     __device__ void end_tile(const WorkItem &work, int row) {
         float row_max[2];
         for (int i = 0; i < 2; i++) row_max[i] = softmax.row_max[i] + log2f(__int_as_float(softmax.max_p[i]));
-        if (p.max_logits) store_max_logits(p, row_max, work.seq, work.tile.b, work.tile.h, row);
+        if (p.max_logits) store_max_logits(p, row_max, softmax.row_sum, work.seq, work.tile.b, work.tile.h, row);
     }
 };
 
