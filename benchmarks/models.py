@@ -83,10 +83,7 @@ def results_of(model, impl, tokens):
     weight = model.model.layers[0].self_attn.q_proj.weight
     with using(model, impl):
         out = model(tokens, labels=tokens, use_cache=False)
-        out.loss.backward()
-    results = out.logits.detach().double(), weight.grad.double()
-    model.zero_grad()
-    return results
+        return out.logits.detach().double(), torch.autograd.grad(out.loss, weight)[0].double()
 
 
 def greedy(model, impl, tokens):
@@ -179,13 +176,12 @@ def make_rows(model, impls, seqlens, rounds):
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--device", choices=MODEL, default="cuda" if torch.cuda.is_available() else "cpu")
+    devices = ["cuda", "cpu"][not torch.cuda.is_available():]
+    parser.add_argument("--device", choices=devices, default=devices[0])
     parser.add_argument("--seqlens", nargs="+", type=count, help="default: 8192 32768, on a CPU 64")
     parser.add_argument("--rounds", type=count, default=5, help="in which the implementations take turns")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows into it")
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("argument --device: torch sees no GPU")
     register()
     impls = dict(IMPLS)
     if why_not := "it is for GPUs" if args.device == "cpu" else _build.why_not(on_gpu=True):

@@ -21,9 +21,10 @@ auto tensors_only(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
 // None for tensors without memory of their own, as vmap has them.
 std::optional<std::tuple<std::string, Reason>> which_kernel_or_none(
     const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, bool has_dropout, std::optional<int64_t> capability,
-    bool fast_fp64, bool has_sinks, bool has_scores, const OptionalTensor &attn_bias) {
+    bool fast_fp64, bool has_sinks, bool has_scores, const OptionalTensor &attn_bias, bool has_chunks_or_max) {
     if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
-    return which_kernel(q, k, v, has_dropout, capability, fast_fp64, has_sinks, has_scores, attn_bias);
+    return which_kernel(q, k, v, has_dropout, capability, fast_fp64, has_sinks, has_scores, attn_bias,
+                        has_chunks_or_max);
 }
 
 }  // namespace
@@ -52,7 +53,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     define_sdpa_override(m);
     m.def("which_kernel", &which_kernel_or_none, py::arg("q"), py::arg("k"), py::arg("v"),
           py::arg("has_dropout") = false, py::arg("capability") = py::none(), py::arg("fast_fp64") = true,
-          py::arg("has_sinks") = false, py::arg("has_scores") = false, py::arg("attn_bias") = py::none());
+          py::arg("has_sinks") = false, py::arg("has_scores") = false, py::arg("attn_bias") = py::none(),
+          py::arg("has_chunks_or_max") = false);
 }
 
 }  // namespace minimal_attn

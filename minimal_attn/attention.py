@@ -125,8 +125,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             keys, out is right but gradients are not: lse is too coarse for them. Not for packed batches, nor for
             float8. A causal bias of torch.nn.attention.bias for Sq rows and Sk keys becomes a part of the window where
             it can.
-        All options can be given together, but for what Raises names. With dropout, sinks, softcap, in 16 bits also with
-        ALiBi or a float32 attn_bias, "torch" forms all scores, as "reference" does.
+        All options can be given together, but for what Raises names. With dropout, sinks, softcap, return_max_logits,
+        in 16 bits also with ALiBi or a float32 attn_bias, "torch" forms all scores, as "reference" does.
 
         Lengths count from a sample's first row and key. Where padding comes first (left padding), unpad_input makes a
         packed batch of q, and of k and v, and pad_input undoes it.
@@ -242,7 +242,8 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
                  cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
                  max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
                  seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
-                 alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None) -> str:
+                 alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None, attention_chunk: int = 0,
+                 return_max_logits: bool = False) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
     Arguments are as of flash_attention. causal, sm_scale, window_size, max_seqlen and the values of lengths are
@@ -251,8 +252,8 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
         "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for dropout
-        together with softcap, ALiBi or an attn_bias, for any of these with attention_chunk or return_max_logits, where
-        rows of q, k or v overlap, where a stride is 2^40 bytes or more, where there are no keys, and for an attn_bias
+        together with softcap, ALiBi or an attn_bias, for any of these four together with attention_chunk or
+        return_max_logits, where rows of q, k or v overlap, where a stride is 2^40 bytes or more, where there are no keys, and for an attn_bias
         of numbers that is float32, or whose rows are not contiguous or do not start at multiples of 16 bytes. "dmma"
         (flash_dmma.cu, tensor cores for fp64): float32 with head_dim 33 to 128 on GPUs of sm_90, without dropout,
         sinks, softcap, ALiBi, attn_bias, attention_chunk and return_max_logits.
@@ -268,7 +269,7 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     check_qkv(q, k, v, KERNEL_DTYPES)
     check_max_seqlens(max_seqlen_q, max_seqlen_k)
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
-                    dropout_p=dropout_p)
+                    attention_chunk=attention_chunk, dropout_p=dropout_p, return_max_logits=return_max_logits)
     return cuda.kernel_of(q, k, v, checked_options(given, q, k, causal, window_size, seq_lens))
 
 

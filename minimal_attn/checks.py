@@ -603,6 +603,7 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     softcap = 0.0 if is_zero(given.softcap) else float(check_number("softcap", given.softcap))
     chunk = given.attention_chunk
     chunk = 0 if is_zero(chunk) else min(operator.index(check_number("attention_chunk", chunk)), MAX_SEQLEN)
+    chunk = 0 if is_whole and right == 0 and is_known(chunk >= k.shape[-2]) else chunk  # it hides nothing more
     if 0 < softcap < 1e-30:  # no global name: torch.compile(dynamic=True) would make a symbol of it
         raise ValueError(f"softcap must be 0 or at least 1e-30, by which kernels divide, got {softcap}")
 

@@ -83,7 +83,7 @@ class FlashMHA(nn.Module):
 
     @classmethod
     def from_torch(cls, mha: nn.MultiheadAttention, causal: bool = False, backend: str = "auto",
-                   window_size: tuple[int, int] = NO_WINDOW) -> "FlashMHA":
+                   window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0) -> "FlashMHA":
         """A FlashMHA with copies of mha's weights, which then gives what mha gives for query = key = value = x.
 
         The copies keep device, dtype and requires_grad; dropout and training mode are mha's too. FlashMHA always takes
@@ -108,7 +108,7 @@ class FlashMHA(nn.Module):
         has_bias = mha.in_proj_bias is not None
         # On the device meta nothing is drawn from the generator for values that are replaced at once.
         module = cls(mha.embed_dim, mha.num_heads, bias=has_bias, dropout=mha.dropout, causal=causal, device="meta",
-                     backend=backend, window_size=window_size)
+                     backend=backend, window_size=window_size, attention_chunk=attention_chunk)
 
         def copy(x):
             return None if x is None else nn.Parameter(x.detach().clone(), requires_grad=x.requires_grad)
@@ -147,7 +147,7 @@ class FlashMHA(nn.Module):
             attn_mask: as of scaled_dot_product_attention, broadcastable to (B, H, S, S), on x's device: bool, True
                 where a position sees another, or float, which is added to the scores and has a gradient. It goes with
                 `causal`, windows, seq_lens and key_padding_mask, all of which hide positions; but not with cu_seqlens,
-                nor with a key_padding_mask and a window at once.
+                nor with a key_padding_mask and a window, or chunks, at once.
 
         Returns:
             A tensor of x's shape and dtype; under torch.autocast of autocast's dtype.
@@ -179,8 +179,7 @@ class FlashMHA(nn.Module):
                 out = self.forward(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
                 return pad_input(out, indices, *x.shape[:2])
             if check_window_size(self.window_size) != NO_WINDOW or self.attention_chunk:
-                raise ValueError("windows count the positions that key_padding_mask leaves, which cannot be packed "
-                                 "together with attn_mask: give one of the two")
+                raise ValueError("windows and chunks count what key_padding_mask leaves: give no attn_mask with it")
             x = x.masked_fill(~key_padding_mask[..., None], 0)  # what no position sees must be finite
         if cu_seqlens is not None and is_known(x.shape[0] == 0) and getattr(cu_seqlens, "shape", None) == (1,):
             return self.forward(x[None])[0]  # no samples, which flash_attention refuses

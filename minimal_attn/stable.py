@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from .backends import ops
 from .checks import KERNEL_DTYPES, is_aligned, is_eager, wants_gradient
+from .options import OF_OP, Options
 
 TORCH, NEXT_TORCH = (2, 11), (3, 0)  # from which version on, and which one may break the stable ABI
 CUDA = "13"
@@ -94,8 +95,8 @@ class Library:
         if seq_major and is_packed:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         try:
-            out, lse, *_ = attend(q, k, v, *lengths, sinks, None, None, scale, 0.0, *window, 0, 0.0, None, False,
-                                  deterministic)
+            options = Options.of(scale, window, lengths, sinks=sinks, deterministic=deterministic)
+            out, lse, *_ = attend(q, k, v, *options[:OF_OP + 1])
         except ValueError:  # the checks in Python say it in the words of the caller
             return None
         if seq_major and is_packed:
@@ -104,13 +105,13 @@ class Library:
         return (out, lse) if return_lse else out
 
     def which_kernel(self, q, k, v, has_dropout=False, capability=None, fast_fp64=True, has_sinks=False,
-                     has_scores=False, attn_bias=None):
+                     has_scores=False, attn_bias=None, has_chunks_or_max=False):
         """Calls which_kernel of csrc/ops/ops.cpp. None for tensors without memory of their own, such as vmap's."""
         functorch = torch._C._functorch
         if any(functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x) for x in (q, k, v)):
             return None
         return torch.ops.minimal_attn.which_kernel(q, k, v, has_dropout, capability, fast_fp64, has_sinks, has_scores,
-                                                   attn_bias)
+                                                   attn_bias, has_chunks_or_max)
 
 
 def is_everyday(q, k, v, causal, softmax_scale, window_size, optional):

@@ -28,7 +28,7 @@ template <typename Library> void implement(Library &m) {
 STABLE_TORCH_LIBRARY(minimal_attn, m) {
     for (const char *schema : kSchemas) m.def(schema);
     m.def("which_kernel(Tensor q, Tensor k, Tensor v, bool has_dropout, int? capability, bool fast_fp64, bool "
-          "has_sinks, bool has_scores, Tensor? attn_bias) -> (str, str?)");
+          "has_sinks, bool has_scores, Tensor? attn_bias, bool has_chunks_or_max) -> (str, str?)");
     m.def("force_kernel(str? name) -> str?");
 }
 STABLE_TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) { implement(m); }

@@ -36,7 +36,8 @@ Gradients flash_backward(const TorchTensor &dout, const OptionalTensor &dlse, co
                          bool need_dbias);
 std::tuple<std::string, Reason> which_kernel(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
                                              bool has_dropout, std::optional<int64_t> capability, bool fast_fp64,
-                                             bool has_sinks, bool has_scores, const OptionalTensor &attn_bias);
+                                             bool has_sinks, bool has_scores, const OptionalTensor &attn_bias,
+                                             bool has_chunks_or_max);
 std::optional<std::string> force_kernel(const std::optional<std::string> &name);
 
 // decode_op.cpp

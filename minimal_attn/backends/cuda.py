@@ -23,8 +23,6 @@ def _load_ops():
 
 
 _fast_forward = None  # of csrc/binding/fast_path.cpp, once it is loaded
-
-
 ON_TENSOR_CORES = torch.float16, torch.bfloat16
 
 
@@ -39,8 +37,8 @@ def _needs_copies(q, k, v):
         return False
     if torch.compiler.is_compiling():
         return not all(map(is_aligned, (q, k, v)))
-    choice = _build.load().which_kernel(q, k, v) if type(q) is Tensor else None  # None where vmap holds the memory
-    return choice is not None and choice[1] is not None
+    choice = type(q) in (Tensor, torch.nn.Parameter) and _build.load().which_kernel(q, k, v)  # None: vmap's memory
+    return bool(choice and choice[1])
 
 
 def _forward_of_copies(q, k, v, options):
@@ -50,8 +48,6 @@ def _forward_of_copies(q, k, v, options):
     except torch.OutOfMemoryError:
         return _launch(q, k, v, options)  # slower, which it says
     out, *more = _launch(*copies, options)
-    if all(x.shape[-1] % 8 == 0 for x in (q, v)):
-        return out, *more
     return empty_outputs(q, v)[0].copy_(out[..., :v.shape[-1]]), *more
 
 
@@ -148,7 +144,8 @@ def kernel_of(q, k, v, options):
     choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)),
                                         options.dropout_p > 0, has_sinks=options.sinks is not None,
                                         has_scores=options.softcap > 0 or options.alibi_slopes is not None,
-                                        attn_bias=options.attn_bias)
+                                        attn_bias=options.attn_bias,
+                                        has_chunks_or_max=options.attention_chunk > 0 or options.return_max_logits)
     if choice is not None and choice[1] is not None:  # copies will be aligned
         return kernel_of(*(x.new_empty(*x.shape[:-1], -(-x.shape[-1] // 8) * 8) for x in (q, k, v)), options)
     if choice is None:

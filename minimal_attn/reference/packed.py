@@ -78,8 +78,8 @@ def as_padded(forward, q, k, v, options):
     begin_k, seqlen_k = _keys(cu_seqlens_k, seqused_k, k.shape[2])
     rows, keys = _padded_rows(begin_q, seqlen_q, q.shape[2]), _padded_rows(begin_k, seqlen_k, k.shape[2])
     lengths = Lengths(seqused_q=seqlen_q.int(), seqused_k=seqlen_k.int())
-    out, *of_rows = forward(*(x[0][:, at].transpose(0, 1) for x, at in ((q, rows), (k, keys), (v, keys))),
-                       options.with_lengths(lengths))
+    padded = (x[0][:, at].transpose(0, 1) for x, at in ((q, rows), (k, keys), (v, keys)))
+    out, *of_rows = forward(*padded, options.with_lengths(lengths))
     sample, row, is_padding = places_of_rows(begin_q, seqlen_q, q.shape[2])
     row = row.clamp(max=out.shape[2] - 1)
     out = out[sample, :, row].transpose(0, 1)[None].masked_fill(is_padding[:, None], 0)

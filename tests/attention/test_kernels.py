@@ -327,11 +327,11 @@ def test_which_kernel_on_the_cpu():
 
 
 def test_which_kernel_tells_csrc_what_decides(monkeypatch):
-    """Dropout, sinks, scores and strides; a packed batch has none between its samples."""
+    """Dropout, sinks, scores, chunks and strides; a packed batch has none between its samples."""
     told = []
 
-    def answer(q, k, v, has_dropout, has_sinks, has_scores, attn_bias):
-        told.append((q.stride(0), has_dropout, has_sinks, has_scores, attn_bias is not None))
+    def answer(q, k, v, has_dropout, has_sinks, has_scores, attn_bias, has_chunks_or_max):
+        told.append((q.stride(0), has_dropout, has_sinks, has_scores, attn_bias is not None, has_chunks_or_max))
         return "simt", None
 
     monkeypatch.setattr(_build, "load", lambda: types.SimpleNamespace(which_kernel=answer))
@@ -341,8 +341,10 @@ def test_which_kernel_tells_csrc_what_decides(monkeypatch):
     which_kernel(q, q, q, sinks=torch.zeros(4), cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS)
     which_kernel(q, q, q, softcap=2.0)
     which_kernel(q, q, q, attn_bias=torch.zeros(40, dtype=HALF))
-    assert told == [(3, True, False, False, False), (10240, False, True, False, False), (3, False, False, True, False),
-                    (3, False, False, False, True)]
+    which_kernel(q, q, q, attention_chunk=8)
+    which_kernel(q, q, q, return_max_logits=True)
+    assert [(stride, what.index(True) if sum(what) == 1 else what) for stride, *what in told] == [
+        (3, 0), (10240, 1), (3, 2), (3, 3), (3, 4), (3, 4)]
 
 
 def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, window_size=(-1, -1), lengths=Lengths(),

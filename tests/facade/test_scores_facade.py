@@ -145,7 +145,7 @@ def test_mha_bad_masks():
             (TypeError, "^attn_mask must be .* got a torch.int64", lambda: mha(x, attn_mask=given.long())),
             (ValueError, "^attn_mask cannot be given with cu_seqlens$",
              lambda: mha(x[0], cu_seqlens=ints(0, 6), attn_mask=given)),
-            (ValueError, "windows count the positions that key_padding_mask leaves",
+            (ValueError, "windows and chunks count what key_padding_mask leaves",
              lambda: local(x, key_padding_mask=valid, attn_mask=given)),
             (ValueError, "at most one of seq_lens", lambda: mha(x, [6, 6], key_padding_mask=valid, attn_mask=given))]:
         with pytest.raises(error, match=match):

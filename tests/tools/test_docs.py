@@ -28,7 +28,6 @@ JOURNAL = sorted(ROOT.glob("benchmarks/journal/*.md"))
 API = ROOT / "docs/api.md"
 TOKENS = {page: MarkdownIt("commonmark").enable("table").parse(page.read_text())
           for page in (*PAGES, *JOURNAL)}
-FOLDERS = "csrc", "triton_ref", "minimal_attn", "tests", "benchmarks", "examples", "docs", "tools"
 cpu = pytest.mark.cpu
 
 
@@ -71,18 +70,6 @@ def test_write_docs_check_finds_nothing_stale(capsys):
 
 
 @cpu
-def test_places_of_numbers_and_tables():
-    """Behind each comment that names a quantity there is a number, and none begins a line, where Markdown would take the
-    line for HTML. Every table is somewhere."""
-    pages = [page.read_text() for page in PAGES]
-    for text in pages:
-        comments = re.findall(r"(?<!`)<!-- (?:mean|least|most|count|span|value|meta)\b", text)
-        assert len(comments) == len(write_docs.NUMBER.findall(text))
-        assert not re.search(r"^\s*(- )?<!-- (mean|least|most|count|span|value|meta)\b", text, re.M)
-    assert {name for text in pages for _, name, _ in write_docs.BLOCK.findall(text)} == set(write_docs.TABLES)
-
-
-@cpu
 def test_quantities(monkeypatch):
     """Rows are paired where all columns are equal but those that both sides name."""
     rows = [dict(zip(("impl", "dtype", "causal", "seqlen_q", "ms", "tflops"), (*x, 10 / x[-1]))) for x in (
@@ -120,14 +107,6 @@ def test_links_lead_somewhere(page):
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), link
             assert not anchor or anchor in anchors_of(target), link
-
-
-@cpu
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_files_exist(page):
-    for token in inline_of(page, "code_inline"):
-        if re.fullmatch(rf"({'|'.join(FOLDERS)})/[\w./*]+", token.content):
-            assert list(ROOT.glob(token.content.rstrip("/"))), token.content
 
 
 # Snippets.
