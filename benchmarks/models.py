@@ -188,8 +188,7 @@ def main(argv):
         print(f"activated is left out: {why_not}", file=sys.stderr)
         del impls["activated"]
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32 for the truth
-    model = make_model(args.device)
-    rows = make_rows(model, impls, args.seqlens or SEQLENS[args.device], args.rounds)
+    rows = make_rows(make_model(args.device), impls, args.seqlens or SEQLENS[args.device], args.rounds)
     if args.json:
         meta = environment(args.device, "python benchmarks/models.py", argv)
         meta |= {"rounds": args.rounds, "model": MODEL[args.device]}

@@ -39,7 +39,7 @@ __device__ void store_max_logits(const AttnParams &p, const float (&row_max)[kRo
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
         float x = row_max[i] + (row_sum[i] - row_sum[i]);
-        x = quad_reduce(x, [](float x, float y) { return x > y || isnan(x) ? x : y; }) * 0.6931471805599453f;
+        x = quad_reduce(x, [](float x, float y) { return x > y || x != x ? x : y; }) * 0.6931471805599453f;
         if (row + 8 * i < seq.padded_q && threadIdx.x % 4 == 0)
             gMax[row + 8 * i] = row + 8 * i < seq.seqlen_q ? x : -INFINITY;
     }
