@@ -73,14 +73,14 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
 def _matched(query, key, value, enable_gqa):
     """(leading, heads_k, key, value): the leading dimensions of the result, batch and heads, the number of key/value
     heads, and key and value, repeated if they alone have different numbers of heads."""
-    shapes, ndim = shapes_of(query=query, key=key, value=value), min(query.ndim, key.ndim, value.ndim)
+    given, ndim = dict(query=query, key=key, value=value), min(query.ndim, key.ndim, value.ndim)
     if ndim < 2:
-        raise ValueError(f"query, key and value must have at least 2 dimensions: {shapes}")
+        raise ValueError(f"query, key and value must have at least 2 dimensions: {shapes_of(**given)}")
     heads, heads_k, heads_v = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value))
     if enable_gqa:
         if ndim < 3 or any(is_known(n == 0) or not holds(heads % n == 0) for n in (heads_k, heads_v)):
             raise ValueError("with enable_gqa=True, the number of query heads must be a multiple of those of key and "
-                             f"value: {shapes}")
+                             f"value: {shapes_of(**given)}")
         if not is_known(heads_k == heads_v):
             key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
             heads_k = heads
@@ -89,7 +89,7 @@ def _matched(query, key, value, enable_gqa):
         leading = torch.broadcast_shapes((1,), query.shape[:-2], *of_keys)
     except RuntimeError:
         raise ValueError("the leading dimensions must broadcast; heads need not with enable_gqa=True: "
-                         f"{shapes}") from None
+                         f"{shapes_of(**given)}") from None
     if not enable_gqa and not (is_known(heads_k == 1) and is_known(heads_v == 1)):
         heads_k = leading[-1]  # otherwise all query heads read one key head
     return leading, heads_k, key, value
