@@ -44,7 +44,8 @@ using namespace simt;
 
 void forward(const Case &c, const AttnParams &p) {
 #if HAS_GPU
-    if (is_sm80(c) || (c.tiling == kSm90 && c.dropout_p > 0 && p.has_score_mods())) return sm80::flash_forward(p);
+    const bool has_more = p.has_score_mods() || p.attention_chunk;  // than sm90's forward pass with dropout knows
+    if (is_sm80(c) || (c.tiling == kSm90 && c.dropout_p > 0 && has_more)) return sm80::flash_forward(p);
     if (c.tiling == kSm90) return sm90::flash_forward(p);
     if (c.tiling == kDmma) return dmma::flash_forward(p);
 #endif

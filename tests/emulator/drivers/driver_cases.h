@@ -234,6 +234,8 @@ const std::vector<Case> cases = {
     chunks({"sm90_chunks",      f16, 1, 2, 1, 400, 500,  64, true,  kHeads,  {}, kSm90}, 200),
     chunks({"sm90_chunks_more_rows", b16, 2, 2, 2, 250, 200, 128, false, kRows, {250, 30}, kSm90}, 70),
     chunks(in_any_order({"sm90_chunks_pair", b16, 1, 1, 1, 200, 400, 256, true, kHeads, {}, kSm90}), 100),
+    chunks({"sm90_chunks_dropout", f16, 1, 2, 1, 200, 300, 64, true, kHeads, {}, kSm90, 0.1}, 150),
+    chunks(with_mods({"sm90_chunks_mods", b16, 1, 2, 1, 150, 300, 128, false, kHeads, {}, kSm90, 0.1, -0.2}, 2, true), 70),
     with_max({"simt_max",       f32, 1, 2, 1,  70, 130,  36, true,  kRows}),
     with_max(with_mods({"sm80_max", f16, 1, 2, 1, 130, 150, 64, true, kHeads, {}, kSm80, 0.25}, 2, true)),
     with_max(with_sinks({"sm90_max", f16, 2, 4, 2, 200, 330, 64, true, kRows, {200, 165}, kSm90})),
