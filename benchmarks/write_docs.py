@@ -303,7 +303,7 @@ def efficiency_curves(name):
     return pictures.figure, lines, [], title
 
 
-# What draw() draws into each file.
+# Pictures that draw() makes, by file.
 PICTURES = {**dict.fromkeys(RUNS, run), "training.png": loss_curves, "training_16k.png": loss_curves,
             "ladder.svg": ladder_bars, "models.svg": model_bars, "serving.svg": serving_curves,
             "../h200x2/context_parallel.svg": efficiency_curves}

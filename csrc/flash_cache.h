@@ -22,7 +22,7 @@ struct DecodeParams : AttnParams {
     Phase phase;
     int num_sms;                 // multiprocessors of this launch
     void *workspace;             // as decode_sizes() says, or nullptr for 0 bytes
-    int *counters;               // so many zeros, also afterwards. Lengths must not change meanwhile
+    int *counters;               // as many zeros, before and after a call; meanwhile lengths must not change
 };
 
 struct DecodeSizes { int64_t workspace_bytes, num_counters; };

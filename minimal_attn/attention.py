@@ -253,9 +253,9 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
         "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for dropout
         together with softcap, ALiBi or an attn_bias, for any of these four together with attention_chunk or
-        return_max_logits, where rows of q, k or v overlap, where a stride is 2^40 bytes or more, where there are no keys, and for an attn_bias
-        of numbers that is float32, or whose rows are not contiguous or do not start at multiples of 16 bytes. "dmma"
-        (flash_dmma.cu, tensor cores for fp64): float32 with head_dim 33 to 128 on GPUs of sm_90, without dropout,
+        return_max_logits, where rows of q, k or v overlap, where a stride is 2^40 bytes or more, without keys, and for
+        an attn_bias of numbers that is float32, or whose rows are not contiguous or do not start at multiples of 16
+        bytes. "dmma" (flash_dmma.cu, fp64 tensor cores): float32, head_dim 33 to 128, GPUs of sm_90, without dropout,
         sinks, softcap, ALiBi, attn_bias, attention_chunk and return_max_logits.
         These three need head_dims, strides and addresses that are multiples of 16 bytes, as copies of 16-bit tensors
         have them. "simt" (flash.cu): everything else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors.

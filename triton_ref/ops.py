@@ -22,7 +22,7 @@ def _options(of_op):
 
 
 def _run(q, k, v, options, *config):
-    """What attention.run gives, as an op returns it."""
+    """Results of attention.run as an op returns them: max_logits is empty if it is not asked for."""
     out, lse, max_logits = attention.run(q, k, v, options, *config)
     return out, lse, lse.new_empty(0) if max_logits is None else max_logits
 

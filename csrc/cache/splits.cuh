@@ -1,7 +1,7 @@
 // The folder cache/ has attention to long caches, see decode.cu. Order in cache/: splits.cuh, work.cuh, rows.cuh,
 // combine.cuh, warps.cuh, decode.cu. Beside it: decode_sm90.cu, boxes.cuh, prefill_sm90.cu.
 //
-// How the keys of a cache are divided among blocks of threads. A tile packs rows of one sample and key head. A work item
+// How the keys of a cache are divided among blocks of threads. A tile packs rows of a sample and key head. A work item
 // is a tile with a range of its keys, for the blocks of a cluster. They read the steps of the range in turn, and add
 // their results through distributed shared memory. The work items of a tile add theirs in a workspace in global memory.
 //
@@ -22,7 +22,7 @@ namespace decoding {
 
 using namespace device;
 
-// Unsigned divisions take fewer instructions, and those by a power of two are shifts.
+// Unsigned divisions take fewer instructions than signed ones, and shifts the fewest.
 __device__ inline int floor_div(unsigned x, unsigned y) { return int(x / y); }
 __host__ __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) / y); }
 __device__ inline int shift_div(unsigned x, int power_of_two) { return int(x >> __popc(power_of_two - 1)); }
@@ -93,7 +93,7 @@ struct Splits {
     }
 
   private:
-    // Returns the tiles of all samples and key heads.
+    // Sets the sizes of tiles, and returns the number of tiles of all samples and key heads.
     template <typename Shape> int64_t make_tiles(const DecodeParams &p) {
         group = p.nheads / p.nheads_k, per_group = (1u << 31) / group + 1;
         if (group > 1 << 15) throw std::invalid_argument("minimal_attn: a key head has over 32768 query heads");

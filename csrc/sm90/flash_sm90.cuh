@@ -201,8 +201,8 @@ template <typename Shape> void launch_fwd(typename Shape::Input p) {
     launch_tiles(kernel, blocks, Shape::kNThreads, sizeof(SharedMemory), p.stream, params);
 }
 
-void flash_forward_mods(const AttnParams &p);     // sm90/mods/: changed scores
-void flash_forward_dropout(const AttnParams &p);  // sm90/mods/: dropout alone
+void flash_forward_mods(const AttnParams &p);        // sm90/mods/: changed scores
+void flash_forward_dropout(const AttnParams &p);     // sm90/mods/: dropout alone
 void flash_forward_max_logits(const AttnParams &p);  // sm90/mods/: max_logits, attention_chunk, or both alone
 
 // run<Shape>() for a head_dim; TMA pads with zeros. Three consumers hide one another's softmax better than two and load

@@ -26,7 +26,7 @@ METHODS = "all_gather", "ring", "ulysses"
 MAX_GATHERED_BYTES = 8 << 30  # keys and values of all ranks; with more, "auto" takes the ring
 
 
-# What is sent, and to whom, is decided in Python. torch.compiler.disable would import Dynamo at once.
+# Python decides what is sent, and to whom, so nothing is traced. torch.compiler.disable would import Dynamo at once.
 @torch._disable_dynamo
 def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.ProcessGroup | None" = None, *,
                                causal: bool = False, sm_scale: float | None = None,

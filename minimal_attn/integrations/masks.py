@@ -121,8 +121,8 @@ def _pattern_in_sequence(mask_function):
 
 
 def _recognized():
-    """What closures of transformers mean, by their codes: {code: (a variable, its value -> Pattern)}. A function is
-    left out, so that its masks become dense, if it does not show what pattern_of takes it for."""
+    """Patterns of transformers' closures, by their codes: {code: (a variable, its value -> Pattern)}. A function whose
+    mask differs from its pattern is left out, and its masks become dense."""
     i, j = torch.arange(6, device="cpu")[:, None], torch.arange(6, device="cpu")
     sequence, positions = (torch.tensor([x], device="cpu") for x in ([0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]))
     both = masking_utils.sliding_window_bidirectional_overlay(2)

@@ -189,7 +189,7 @@ def test_address_sanitizer_finds_nothing(part, sanitized):
 
 
 def said_by(body, csrc, folder):
-    """What a program of its own prints that calls the kernels."""
+    """Output of a program of its own that calls the kernels."""
     source = folder / "main.cpp"
     source.write_text("""
         #include <cstdio>

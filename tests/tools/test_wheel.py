@@ -71,7 +71,7 @@ def in_wheel(site, code, **env):
 # The results of a call, bit by bit.
 
 def results(device):
-    """Those of calls of csrc with changed scores, dense and packed."""
+    """Results of calls of csrc with changed scores, dense and packed."""
     from test_scores import BATCHES, step_of
 
     dtypes = DTYPES[:3] if device == "cuda" else DTYPES
@@ -178,7 +178,7 @@ used = Lengths(*ends, None, ends[1][1:])
 assert fast(*packed, seq_major=True, lengths=used) is None  # gradients of keys that samples may share
 with torch.no_grad():
     assert fast(*packed, seq_major=True, lengths=used)[0].shape == packed[0].shape
-# What the op refuses, the checks in Python are to refuse.
+# Inputs that the op refuses, which the checks in Python are to refuse.
 assert fast(q, k[:1], v) is fast(q, k, v, sinks=sinks.half()) is None
 """, "other sources": """
 from minimal_attn import _build

@@ -1,8 +1,8 @@
 // The forward pass on Hopper that also writes the largest score of each row, exact up to the rounding of P. The kernel
 // keeps no maximum in most blocks (sm90/plain_scores.cuh), but P has it: score = row_max + log2(P). P is not negative,
 // so its bits are in the order of integers, of which Hopper finds the largest of three in one instruction. That runs
-// between the exponentials, and hides behind them. Calls with attention_chunk come here too: without it, masks take
-// fewer instructions.
+// between the exponentials, and hides behind them. Calls with attention_chunk come here, too: in other
+// kernels, masks without chunks take fewer instructions.
 #include "sm90/flash_sm90.cuh"
 
 namespace sm90 {
