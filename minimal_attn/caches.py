@@ -11,7 +11,7 @@ from .backends import reference
 from .backends.cuda import can_append, can_read_cache
 from .checks import (FP8_DTYPES, NO_WINDOW, OWN, autocast, check_dtype, check_no_derivative, check_number,
                      checked_options, is_int, is_known, is_static, shown)
-from .options import Append, Cache, Options
+from .options import NO_MASK, Append, Cache, Options
 from .reference.append import check_append, check_slots
 from .reference.pages import check_cached, with_own_rows
 from .reference.tree_mask import check_tree_mask
@@ -96,7 +96,6 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
     check_number("max_seqlen_q", cache.max_seqlen_q)
     check_number("num_splits", cache.num_splits)
     options = checked_options(given, q, k_cache, causal, window_size, names=names, is_whole=False)
-    has_window = options.window != NO_WINDOW or options.attention_chunk > 0
     tree_mask, max_seqlen_q = cache.tree_mask, cache.max_seqlen_q
     if tree_mask is not None:
         tree_mask = check_tree_mask(tree_mask, q, causal, {
@@ -116,7 +115,7 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
             raise ValueError(f"{of_new} needs new keys and values, k and v")
     if has_new := k is not None:
         append = append._replace(seqused_k=options.seqused_k, page_table=cache.page_table, batch_idx=cache.batch_idx,
-                                 q=q, cu_seqlens_q=options.cu_seqlens_q, q_advances=has_window)
+                                 q=q, cu_seqlens_q=options.cu_seqlens_q, q_advances=options.mask != NO_MASK)
         check_append(k, v, k_cache, v_cache, append, names)
     if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not

@@ -94,6 +94,11 @@ class Options(NamedTuple):
         return self.window_left, self.window_right
 
     @property
+    def mask(self):
+        """The options that hide keys by their positions: NO_MASK, CAUSAL_MASK or another one."""
+        return self[MASK]
+
+    @property
     def descales(self):
         return self.q_descale, self.k_descale, self.v_descale
 
@@ -134,6 +139,8 @@ class Options(NamedTuple):
 OF_OP = Options._fields.index("deterministic")
 SCORE_TENSORS = slice(*map(Options._fields.index, ("sinks", "attn_bias")))  # as in csrc/ops/params.h
 SCORE_NUMBERS = slice(*map(Options._fields.index, ("softmax_scale", "dropout_p")))
+MASK = slice(*map(Options._fields.index, ("window_left", "dropout_p")))
+NO_MASK, CAUSAL_MASK = Options().mask, Options(window_right=0).mask
 DIFFERENTIABLE = "sinks", "attn_bias"  # the options that have gradients
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.compiler.errors import CompilationError
 
 from minimal_attn.checks import FP8_DTYPES, MAX_HEAD_DIM, empty_outputs
-from minimal_attn.options import Options, warn
+from minimal_attn.options import CAUSAL_MASK, NO_MASK, Options, warn
 
 from . import autotune as tuner
 from .dropout import dropout_of, keep_tile
@@ -381,19 +381,19 @@ def run(q, k, v, options, config=None):
         out, *more = run(*(x.float().contiguous() for x in (q, k, v)), options, config)
         return empty_outputs(q, v)[0].copy_(out), *more
     out, lse = empty_outputs(q, v)
-    max_logits = torch.empty_like(lse) if options.return_max_logits else None
+    outputs = out, lse, torch.empty_like(lse) if options.return_max_logits else None
     if not out.numel():
-        return out, lse, max_logits
+        return outputs
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         if q.dtype in FP8_DTYPES and not options.lengths.is_packed:
             v = transposed(v, q.shape[2], options.lengths, mask_of(options))
-        arguments = (q, k, v, out, lse, max_logits, options.lengths, options.sinks, options.descales,
-                     dropout_of(options), options.softmax_scale, score_options(options))
-        key = (*plan_key(options, q, k, v), options.autotune and tuner.is_on(), config and tuple(config.values()))
+        arguments = (q, k, v, *outputs, options.lengths, options.sinks, options.descales, dropout_of(options),
+                     options.softmax_scale, score_options(options))
+        key = (*plan_key(options, q, k, v, outputs[2]), options.autotune and tuner.is_on(), config and tuple(config.values()))
         plan = _plans.get(key)
         if plan is not None:
             plan(*arguments)
-            return out, lse, max_logits
+            return outputs
         tma = can_use_tma(q, k, v)
         configs, is_hopper = ([config], False) if config else candidates(q, out, tma, options)
         kind = (str(q.dtype), block_d(q.dtype, q.shape[-1]), block_d(q.dtype, out.shape[-1]),
@@ -408,7 +408,7 @@ def run(q, k, v, options, config=None):
             give_up_hopper(f"{type(error).__name__}: {error}")
             return run(q, k, v, options)
         remember(_plans, key, plan, q.device)
-    return out, lse, max_logits
+    return outputs
 
 
 def give_up_hopper(reason):
@@ -427,9 +427,9 @@ def warn_hopper(reason):
 def hopper_serves(q, out, tma, options):
     """Whether attention_hopper.py is for a call, if it works."""
     return (properties(q.device).capability // 10 == 9 and tma and can_use_tma(out) and q.dtype.itemsize == 2
-            and q.shape[-1] > 32 and q.shape[-1] == out.shape[-1] and options.window in ((-1, -1), (-1, 0))
-            and not (options.attention_chunk or options.return_max_logits or options.softcap)
-            and options.softmax_scale >= 0 and all(x is None for x in options.tensors))
+            and q.shape[-1] > 32 and q.shape[-1] == out.shape[-1] and options.mask in (NO_MASK, CAUSAL_MASK)
+            and not (options.return_max_logits or options.softcap) and options.softmax_scale >= 0
+            and all(x is None for x in options.tensors))
 
 
 def candidates(q, out, tma, options=Options(1.0)):

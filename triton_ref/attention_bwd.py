@@ -18,7 +18,7 @@ import torch
 import triton
 
 from minimal_attn.checks import empty_like
-from minimal_attn.options import Lengths
+from minimal_attn.options import NO_MASK, Lengths
 
 from . import autotune as tuner
 from .attention import block_d, can_use_tma, config_of, tile_of
@@ -86,11 +86,10 @@ def _num_splits(group, seqlen_q, seqlen_k, is_packed=False):
 
 
 def _has_empty_rows(q, k, options):
-    """Whether lengths or a window may leave rows without a key. The host does not read lengths, but where those of q
+    """Whether lengths or a mask may leave rows without a key. The host does not read lengths, but where those of q
     and of k are one tensor, a sample has more rows than keys only if q is longer than k."""
-    lengths, right = options.lengths, 0 if options.attention_chunk else options.window_right
-    used_q, used_k = (None if x is None else x.data_ptr() for x in (lengths.seqused_q, lengths.seqused_k))
-    return lengths.is_packed or right >= 0 and (used_q != used_k or q.shape[2] > k.shape[2] + right)
+    used_q, used_k = (None if x is None else x.data_ptr() for x in (options.seqused_q, options.seqused_k))
+    return options.lengths.is_packed or options.mask != NO_MASK and (used_q != used_k or q.shape[2] > k.shape[2])
 
 
 def _launch(side, config, tma, arguments, mask, has_empty_rows, clears_delta):

@@ -304,7 +304,7 @@ def run(q, k, v, options, cache):
             o_accum = q.new_empty((*shape, v.shape[-1]), dtype=torch.float32)
             partial = o_accum, o_accum.new_empty(shape), o_accum.new_empty(shape)
         tables, scores = cache[:4], score_options(options)
-        key = (q.device, options.softmax_scale < 0, options.window, options.attention_chunk, scores.softcap is None,
+        key = (q.device, options.softmax_scale < 0, options.mask, scores.softcap is None,
                rows, split_tokens, max_splits, *layouts(q, k, v, *lengths, *tables, options.sinks, scores.slopes))
         decode, combine = _plans.get(key) or remember(
             _plans, key, launches(q, k, v, out, options, cache, split_tokens, max_splits, rows), q.device)

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minimal_attn.checks import MAX_SEQLEN
+from minimal_attn.options import CAUSAL_MASK, NO_MASK
 
 # With TRITON_INTERPRET=1 at import the kernels run on the CPU, in numpy.
 INTERPRETING = triton.knobs.runtime.interpret
@@ -156,23 +157,21 @@ def packed(kernel):
 def mask_of(options):
     """(window_left, window_right, kIsCausal, kIsLocal, kChunk) of a kernel. A side without a bound is as wide as can
     be."""
-    window, chunk = options.window, min(options.attention_chunk, MAX_SEQLEN)
-    is_causal = window == (-1, 0) and chunk == 0
-    return (*(MAX_SEQLEN if n < 0 else min(n, MAX_SEQLEN) for n in window), is_causal,
-            not is_causal and (window != (-1, -1) or chunk > 0), chunk)
+    return (*(MAX_SEQLEN if n < 0 else min(n, MAX_SEQLEN) for n in options.window), options.mask == CAUSAL_MASK,
+            options.mask not in (NO_MASK, CAUSAL_MASK), min(options.attention_chunk, MAX_SEQLEN))
 
 
 def kind_of(q, k, options):
     """The part of a tuning key beside dtype and head_dim. Lengths of tensors and of a local window are rounded up to a
     power of two. Those of packed batches are left out: no sample's result may depend on its batch."""
     lengths, bias = options.lengths, options.attn_bias
-    left, right, is_causal, is_local, chunk = mask_of(options)
+    left, right, is_causal, is_local, _ = mask_of(options)
     kind = (is_causal, is_local, lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None,
             options.dropout_seed is not None, options.alibi_slopes is not None, options.softcap > 0,
             bias if bias is None else (str(bias.dtype), bias.shape[2] > 1, bias.shape[3] > 1))
     sizes = () if lengths.is_packed else (q.shape[2], k.shape[2])
     if is_local:
-        sizes += (min(left + right + 1, chunk or MAX_SEQLEN),)
+        sizes += (min(left + right + 1, options.attention_chunk or MAX_SEQLEN),)
     return (*kind, *(min(max(triton.next_power_of_2(n), 64), 1 << 15) for n in sizes))
 
 
@@ -183,8 +182,8 @@ def layouts(*tensors):
 
 def plan_key(options, q, *tensors):
     """All of a call that its launches depend on. The values of softmax_scale, softcap and dropout_p may change."""
-    return (q.device, options.window_left, options.window_right, options.attention_chunk, options.return_max_logits,
-            options.softmax_scale < 0, options.softcap > 0, *layouts(q, *tensors, *options.tensors))
+    return (q.device, options.mask, options.softmax_scale < 0, options.softcap > 0,
+            *layouts(q, *tensors, *options.tensors))
 
 
 def remember(plans, key, plan, device):

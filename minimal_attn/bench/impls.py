@@ -21,7 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import activated, flash_attention, flash_attn_func, flash_attn_varlen_func, force_kernel
-from ..options import Lengths
+from ..options import Options
 from ..reference.scores import visible_keys
 from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, Impl
 
@@ -50,7 +50,7 @@ def flash(q, k, v, call, backend):
 
 @functools.lru_cache(maxsize=1)  # not part of what is timed
 def causal_mask(seqlen_q, seqlen_k, device):
-    return visible_keys(seqlen_q, seqlen_k, (-1, 0), Lengths(), device)
+    return visible_keys(seqlen_q, seqlen_k, Options(window_right=0), device)
 
 
 def manual(q, k, v, call):

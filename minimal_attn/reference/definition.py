@@ -71,7 +71,7 @@ def reference_forward(q, k, v, options):
     if options.lengths.is_packed:
         return as_padded(reference_forward, q, k, v, options)
     seqlen_q, seqlen_k, acc_dtype = q.shape[2], k.shape[2], sum_dtype(q.dtype)
-    visible = visible_keys(seqlen_q, seqlen_k, options.window, options.lengths, q.device, options.attention_chunk)
+    visible = visible_keys(seqlen_q, seqlen_k, options, q.device)
     if visible is not None:
         q, k, v = without_padding(q, k, v, visible)
     mask, groups = as_attn_mask(q, k, options, visible), q.shape[1] // k.shape[1]  # query heads that share a key head

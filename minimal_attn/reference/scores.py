@@ -9,6 +9,7 @@ import math
 import torch
 
 from ..checks import is_known, sum_dtype, wants_gradient
+from ..options import NO_MASK
 
 
 def positions(seqlen_q, seqlen_k, lengths, device):
@@ -22,13 +23,13 @@ def positions(seqlen_q, seqlen_k, lengths, device):
     return rows, cols, rows + seqlen_k - seqlen_q
 
 
-def visible_keys(seqlen_q, seqlen_k, window, lengths, device, chunk=0):
+def visible_keys(seqlen_q, seqlen_k, options, device):
     """Which keys a row of a padded batch sees: bool, broadcastable to (B, H, Sq, Sk), or None when every row sees every
-    key. window, lengths and chunk (attention_chunk) as in Options."""
-    (left, right), seqused_q, seqused_k = window, lengths.seqused_q, lengths.seqused_k
-    if left < 0 and right < 0 and chunk == 0 and seqused_q is seqused_k is None:
+    key."""
+    (left, right), seqused_q, seqused_k = options.window, options.seqused_q, options.seqused_k
+    if options.mask == NO_MASK and seqused_q is seqused_k is None:
         return None
-    rows, cols, own = positions(seqlen_q, seqlen_k, lengths, device)
+    rows, cols, own = positions(seqlen_q, seqlen_k, options.lengths, device)
     mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if seqused_q is not None:
         mask = mask & (rows < seqused_q[:, None, None, None])
@@ -38,7 +39,7 @@ def visible_keys(seqlen_q, seqlen_k, window, lengths, device, chunk=0):
         mask = mask & (cols >= own - left)
     if right >= 0:
         mask = mask & (cols <= own + right)
-    if chunk > 0:
+    if chunk := options.attention_chunk:
         mask = mask & (cols // chunk == own // chunk)
     return mask
 
