@@ -26,6 +26,7 @@ struct AttnParams {
     void *lse;  // [batch_size, nheads, seqlen_q] contiguous, fp32 or fp64: natural log of a row's sum of exponentials
     int64_t lse_batch_stride;
     void *max_logits;  // as lse: the largest score of a row, before its sink, or -inf without keys; or nullptr
+    bool return_max_logits;  // whether max_logits is asked for
 
     // A packed batch: the samples lie one after the other, and begin where cu_seqlens says, [batch_size + 1]. The
     // tensors have one sample of seqlen_q rows and seqlen_k keys, batch strides of 0, and lse is [nheads, seqlen_q].

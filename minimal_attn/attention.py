@@ -12,7 +12,7 @@ from .backends import cuda, reference, torch, triton
 from .backends.auto import auto_backend
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, NO_WINDOW, OWN, autocast, check_choice, check_dtype,
                      check_max_seqlens, check_no_derivative, check_qkv, checked_options, is_known, is_transformed,
-                     is_zero, wants_gradient)
+                     wants_gradient)
 from .options import Options
 from .reference.packed import with_own_keys
 
@@ -162,29 +162,19 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{hint}")
     if max_seqlen_q is not None or max_seqlen_k is not None:
         check_max_seqlens(max_seqlen_q, max_seqlen_k)
-    if (seq_lens is q_descale is k_descale is v_descale is alibi_slopes is attn_bias is None
-            and return_max_logits is False):
-        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, window_size, attention_chunk,
-                           (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
-        if result is not None:
-            return result
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
-                    attention_chunk=attention_chunk, dropout_p=dropout_p, dropout_seed=dropout_seed,
-                    return_max_logits=return_max_logits, deterministic=deterministic, autotune=autotune,
-                    q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=return_lse)
-    return attend(q, k, v, given, causal, window_size, backend, seq_lens, max_seqlen_k)
+                    -1, -1, attention_chunk, dropout_p, dropout_seed, return_max_logits, deterministic, autotune,
+                    q_descale, k_descale, v_descale, return_lse)
+    result = fast_path(q, k, v, given, causal, window_size, backend) if seq_lens is None else None
+    return result if result is not None else attend(q, k, v, given, causal, window_size, backend, seq_lens, max_seqlen_k)
 
 
-def fast_path(q, k, v, causal, sm_scale, seq_major, return_lse, deterministic, window_size, attention_chunk, lengths,
-              sinks, dropout_p, softcap, backend):
-    """The result of an everyday call on CUDA tensors, straight from C++, or None for all others. The call has no other
-    options. seq_major: q is (B, Sq, H, D), or (Tq, H, D) with cu_seqlens_q."""
-    if (is_compiling() or cuda._fast_forward is None or not (backend == "auto" or backend == "cuda")
-            or not (is_zero(attention_chunk) and is_zero(dropout_p) and is_zero(softcap))
-            or not isinstance(deterministic, bool)):
+def fast_path(q, k, v, given, causal, window_size, backend, seq_major=False):
+    """The result of an everyday call on CUDA tensors, straight from C++, or None for all others. given: as of attend.
+    seq_major: q is (B, Sq, H, D), or (Tq, H, D) with cu_seqlens_q."""
+    if is_compiling() or cuda._fast_forward is None or not (backend == "auto" or backend == "cuda"):
         return None
-    return cuda._fast_forward(q, k, v, causal, sm_scale, seq_major, return_lse, deterministic, window_size, lengths,
-                              sinks)
+    return cuda._fast_forward(q, k, v, given, causal, window_size, seq_major)
 
 
 def backend_name(backend, q, *others):

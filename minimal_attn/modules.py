@@ -16,6 +16,7 @@ from .checks import (NO_WINDOW, autocast, check_attn_bias, check_choice, check_h
                      check_window_size, is_known)
 from .distributed.attention import context_parallel_attention
 from .distributed.layout import shards_of
+from .flash_attn.functions import refuse
 from .options import Lengths, Options
 from .reference.packed import check_mask, pad_input, unpad_input
 from .reference.scores import without_repeats
@@ -70,8 +71,7 @@ class FlashMHA(nn.Module):
         check_window_size(window_size)
         check_choice("backend", backend, ("auto", *BACKENDS))
         if context_parallel_group is not None:
-            if attention_chunk:
-                raise NotImplementedError("attention_chunk is not supported with context_parallel_group")
+            refuse({"function": "context_parallel_group"}, attention_chunk=attention_chunk)
             shards_of(context_parallel_group, "zigzag")
         self.context_parallel_group = context_parallel_group
         self.embed_dim, self.num_heads, self.num_heads_k, self.head_dim = embed_dim, num_heads, num_heads_k, head_dim
@@ -200,13 +200,10 @@ class FlashMHA(nn.Module):
             attn_mask, is_valid = without_repeats(attn_mask), key_padding_mask[:, None, None]
             attn_mask = (attn_mask & is_valid if attn_mask.dtype == torch.bool else
                          torch.where(is_valid, attn_mask, -math.inf))
-        out = None
-        if seq_lens is attn_mask is None:
-            out = fast_path(q, k, v, self.causal, None, False, False, False, self.window_size, self.attention_chunk,
-                            (cu_seqlens, cu_seqlens, None, None), None, dropout_p, 0, self.backend)
+        given = Options(cu_seqlens, cu_seqlens, attn_bias=attn_mask, softmax_scale=None, dropout_p=dropout_p,
+                        attention_chunk=self.attention_chunk, return_lse=False)
+        out = None if seq_lens is not None else fast_path(q, k, v, given, self.causal, self.window_size, self.backend)
         if out is None:
-            given = Options(cu_seqlens, cu_seqlens, attn_bias=attn_mask, softmax_scale=None, dropout_p=dropout_p,
-                            attention_chunk=self.attention_chunk, return_lse=False)
             out = attend(q, k, v, given, self.causal, self.window_size, self.backend, seq_lens, names=NAMES)
         out = self._projected(out, x)
         return out if key_padding_mask is None else out.masked_fill(~key_padding_mask[..., None], 0)

@@ -83,8 +83,7 @@ Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at
     Reason slow_because;
     const variable_list outputs =
         FlashAttention::apply(q, k, v, options.sinks, options.attn_bias, options, &slow_because);
-    const OptionalTensor max_logits = options.return_max_logits ? OptionalTensor(outputs[2]) : std::nullopt;
-    return {outputs[0], outputs[1], max_logits, slow_because};
+    return {outputs[0], outputs[1], outputs.size() > 2 ? OptionalTensor(outputs[2]) : std::nullopt, slow_because};
 }
 
 }  // namespace minimal_attn

@@ -72,9 +72,8 @@ TwoTensors flash_decode(const TorchTensor &q, const TorchTensor &k,
     checks.set(p.cache_batch_idx, "cache_batch_idx", cache_batch_idx, {p.batch_size});
     checks.set(p.leftpad_k, "leftpad_k", leftpad_k, {p.batch_size});
     checks.set_rows(p.tree_mask, p.tree_batch_stride, "tree_mask", tree_mask, {p.batch_size, q.size(2)});
-    checks.require(!tree_mask || (q.size(2) <= 64 && !cu_seqlens_q && std::max(window_left, window_right) < 0 &&
-                                  attention_chunk == 0),
-                   "tree_mask goes with a padded q of up to 64 rows and without a window or chunks");
+    checks.require(!tree_mask || (q.size(2) <= 64 && !cu_seqlens_q && !p.has_mask()),
+                   "tree_mask goes with a padded q of up to 64 rows and without another mask");
     checks.require(page_table || cache_batch_idx || num_sequences == p.batch_size,
                    "without page_table and cache_batch_idx, the cache must have a sequence for each sample");
     checks.require(num_splits >= 0 && num_splits <= 256 && max_seqlen_q >= 0,

@@ -33,8 +33,7 @@ inline TorchTensor new_out(const TorchTensor &q, const TorchTensor &v) {
 // runs without tensor cores.
 using Output = std::tuple<TorchTensor, TorchTensor, OptionalTensor, Reason>;
 
-inline Output run_forward(AttnParams p, const TorchTensor &q, const TorchTensor &v, Layout dim,
-                          bool return_max_logits = false) {
+inline Output run_forward(AttnParams p, const TorchTensor &q, const TorchTensor &v, Layout dim) {
     const DeviceGuard guard(q);
     TorchTensor out = new_out(q, v);
     TorchTensor lse = dim.batch < 0 ? make_empty({p.nheads, p.seqlen_q}, lse_dtype(q), q)
@@ -42,10 +41,7 @@ inline Output run_forward(AttnParams p, const TorchTensor &q, const TorchTensor 
     std::optional<TorchTensor> tile_counter, mask_words;
     p.o = tensor_of(out, dim, p.cu_seqlens_q), p.lse = lse.data_ptr();
     OptionalTensor max_logits;
-    if (return_max_logits) {
-        max_logits = make_like(lse);
-        p.max_logits = max_logits->data_ptr();
-    }
+    if (p.return_max_logits) p.max_logits = max_logits.emplace(make_like(lse)).data_ptr();
     if (q.numel() == 0) return {out, lse, max_logits, {}};
     const auto [kernel, slow_because] = choose(p, q, false);
     const bool do_tiles_differ = p.cu_seqlens_q || p.seqused_q || p.seqused_k || p.has_mask();

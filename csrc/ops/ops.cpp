@@ -43,7 +43,7 @@ void launch_backward(AttnBackwardParams &p, const TorchTensor &k, const TorchTen
 Output flash_forward(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v, const Options &options) {
     AttnParams p{};
     check_and_set(p, q, k, v, options);
-    return run_forward(p, q, v, kBHSD, options.return_max_logits);
+    return run_forward(p, q, v, kBHSD);
 }
 
 // Unneeded gradients are empty. dout is like out, dlse like lse or none, with any strides.
@@ -125,16 +125,10 @@ Gradients flash_backward(const TorchTensor &dout_, const OptionalTensor &dlse, c
 
 // (kernel's name, why it is slow or nothing). capability, by default the tensors', and fast_fp64 may be another GPU's.
 std::tuple<std::string, Reason> which_kernel(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
-                                             bool has_dropout, std::optional<int64_t> capability, bool fast_fp64,
-                                             bool has_sinks, bool has_scores, const OptionalTensor &attn_bias,
-                                             bool has_chunks_or_max) {
+                                             const Options &options, std::optional<int64_t> capability,
+                                             bool fast_fp64) {
     AttnParams p{};
-    check_and_set(p, q, k, v, {.attn_bias = attn_bias, .softmax_scale = 1, .window_left = -1, .window_right = -1});
-    const int64_t seed = 0;
-    if (has_dropout) p.dropout_seed = &seed;
-    if (has_sinks) p.sinks = &seed;
-    if (has_scores) p.softcap = 1;  // or ALiBi
-    p.attention_chunk = has_chunks_or_max;
+    check_and_set(p, q, k, v, options);
     const DeviceGuard guard(q);
     const auto [kernel, slow_because] =
         capability ? choose_kernel(p, Gpu{int(*capability), fast_fp64}, false) : choose(p, q, false);

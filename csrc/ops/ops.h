@@ -35,9 +35,8 @@ Gradients flash_backward(const TorchTensor &dout, const OptionalTensor &dlse, co
                          const TorchTensor &lse OPTIONS(AS_PARAMETER), bool need_dq, bool need_dkv, bool need_dsinks,
                          bool need_dbias);
 std::tuple<std::string, Reason> which_kernel(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
-                                             bool has_dropout, std::optional<int64_t> capability, bool fast_fp64,
-                                             bool has_sinks, bool has_scores, const OptionalTensor &attn_bias,
-                                             bool has_chunks_or_max);
+                                             const Options &options, std::optional<int64_t> capability,
+                                             bool fast_fp64);
 std::optional<std::string> force_kernel(const std::optional<std::string> &name);
 
 // decode_op.cpp
@@ -54,12 +53,13 @@ inline std::tuple<TorchTensor, TorchTensor, TorchTensor> tensors_of(const Output
     return {out, lse, max_logits ? *max_logits : make_empty({0}, lse.scalar_type(), lse)};
 }
 
-// function(q, k, v, options) for callers with an argument for each option.
-template <auto function>
-auto with_options(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v OPTIONS(AS_PARAMETER)) {
+// function(q, k, v, options, others...) for callers with an argument for each option.
+template <auto function, typename... Others>
+auto with_options(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v OPTIONS(AS_PARAMETER),
+                  Others... others) {
     Options options;
     OPTIONS(AS_ASSIGNMENT)
-    return function(q, k, v, options);
+    return function(q, k, v, options, others...);
 }
 
 }  // namespace minimal_attn

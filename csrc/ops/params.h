@@ -203,6 +203,7 @@ inline Reason set_options(AttnParams &p, const TorchTensor &q, const Options &op
     p.set_window(options.window_left, options.window_right);
     checks.require(options.attention_chunk >= 0, "attention_chunk must be at least 0, which is no chunk");
     p.attention_chunk = int(std::min(options.attention_chunk, kMaxLength));
+    p.return_max_logits = options.return_max_logits;
 
     if (const OptionalTensor &bias = options.attn_bias) {
         const ScalarType dtype = bias->scalar_type();

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from .. import _build
 from ..checks import check_choice, empty_outputs, is_aligned, is_eager, wants_gradient
-from ..options import OF_OP, Backend, warn
+from ..options import OF_OP, Backend, Options, warn
 from ..reference.definition import DTYPES
 from ..reference.pages import over_gathered
 
@@ -37,8 +37,13 @@ def _needs_copies(q, k, v):
         return False
     if torch.compiler.is_compiling():
         return not all(map(is_aligned, (q, k, v)))
-    choice = type(q) in (Tensor, torch.nn.Parameter) and _build.load().which_kernel(q, k, v)  # None: vmap's memory
+    choice = type(q) in (Tensor, torch.nn.Parameter) and _choice_of(q, k, v, Options())  # None: vmap's memory
     return bool(choice and choice[1])
+
+
+def _choice_of(q, k, v, options):
+    """(kernel, why it is slow or None) for checked arguments on the GPU that is here, or None: see csrc/main.cpp."""
+    return _build.load().which_kernel(q, k, v, *options[:OF_OP + 1], None, True)
 
 
 def _forward_of_copies(q, k, v, options):
@@ -139,13 +144,7 @@ def kernel_of(q, k, v, options):
         return "host"
     # As a call does, which copies what is not contiguous to rows that are aligned as far as head_dim allows.
     q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
-    if options.lengths.is_packed:  # whose samples have no stride
-        q, k, v = (x[0].unsqueeze(0) for x in (q, k, v))
-    choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)),
-                                        options.dropout_p > 0, has_sinks=options.sinks is not None,
-                                        has_scores=options.softcap > 0 or options.alibi_slopes is not None,
-                                        attn_bias=options.attn_bias,
-                                        has_chunks_or_max=options.attention_chunk > 0 or options.return_max_logits)
+    choice = _choice_of(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), options)
     if choice is not None and choice[1] is not None:  # copies will be aligned
         return kernel_of(*(x.new_empty(*x.shape[:-1], -(-x.shape[-1] // 8) * 8) for x in (q, k, v)), options)
     if choice is None:

@@ -17,15 +17,18 @@ from conftest import IMPLEMENTATIONS
 from minimal_attn import _build, flash_attention, flash_attn_func, force_kernel, which_kernel
 from minimal_attn.backends import cuda
 from minimal_attn.checks import empty_outputs
-from minimal_attn.options import Lengths, Options
+from minimal_attn.options import OF_OP, Lengths, Options
 
 HALF = torch.float16
 
 
-def choose(q, k=None, v=None, has_dropout=False, capability=90, fast_fp64=True, has_sinks=False, attn_bias=None):
+DROPOUT, SINKS = {"dropout_p": 0.1, "dropout_seed": torch.zeros(1, dtype=torch.int64)}, {"sinks": torch.zeros(4)}
+
+
+def choose(q, k=None, v=None, capability=90, fast_fp64=True, **options):
     """(name, why not the fast one) of a GPU that need not be here."""
     k, v = q if k is None else k, q if v is None else v
-    return minimal_attn.load().which_kernel(q, k, v, has_dropout, capability, fast_fp64, has_sinks, attn_bias=attn_bias)
+    return minimal_attn.load().which_kernel(q, k, v, *Options(**options)[:OF_OP + 1], capability, fast_fp64)
 
 
 def qkv(D=64, dtype=HALF, device="cpu", layout="bhsd", H=4):
@@ -53,11 +56,14 @@ def test_which_kernel_for_fp32(layout):
 def test_which_kernel_with_options_and_v_of_another_head_dim():
     bias = torch.zeros(1, 1, 1, 1).half()
     for dtype, D, head_dim_v, options, kernel in (
-            (HALF, 64, 64, {"has_dropout": True}, "sm90"), (HALF, 64, 64, {"has_sinks": True}, "sm90"),
-            (HALF, 64, 64, {"has_dropout": True, "attn_bias": bias}, "sm80"),
-            (HALF, 64, 64, {"has_dropout": True, "capability": 80}, "sm80"),
-            (torch.float32, 64, 64, {"has_dropout": True}, "simt"),
-            (torch.float32, 64, 64, {"has_sinks": True}, "simt"),
+            (HALF, 64, 64, DROPOUT, "sm90"), (HALF, 64, 64, SINKS, "sm90"),
+            (HALF, 64, 64, {**DROPOUT, "attn_bias": bias}, "sm80"), (HALF, 64, 64, {"attention_chunk": 8}, "sm90"),
+            (HALF, 64, 64, {"attention_chunk": 8, "softcap": 2.0}, "sm80"),
+            (HALF, 64, 64, {"attention_chunk": 8, "return_max_logits": True}, "sm90"),
+            (HALF, 64, 64, {**DROPOUT, "return_max_logits": True}, "sm80"),
+            (HALF, 64, 64, {**DROPOUT, "capability": 80}, "sm80"), (torch.float32, 64, 64, DROPOUT, "simt"),
+            (torch.float32, 64, 64, SINKS, "simt"), (torch.float32, 64, 64, {"attention_chunk": 8}, "simt"),
+            (torch.float32, 64, 64, {"return_max_logits": True}, "simt"),
             (HALF, 192, 128, {}, "sm90"), (HALF, 8, 256, {}, "sm90"), (torch.float32, 128, 36, {}, "dmma"),
             (torch.float32, 32, 64, {}, "dmma"), (torch.float32, 32, 8, {}, "simt"),
             (torch.float32, 64, 132, {}, "simt")):
@@ -167,7 +173,7 @@ def test_force_kernel():
     with force_kernel("simt"):
         assert choose(q, k, v) == choose(*qkv(D=20)) == ("simt", None)  # whoever forces it needs no warning
     with force_kernel("sm80"):
-        assert choose(q, k, v) == choose(q, k, v, has_dropout=True) == ("sm80", None)
+        assert choose(q, k, v) == choose(q, k, v, **DROPOUT) == ("sm80", None)
     with force_kernel("sm90"):
         for tensors in (qkv(8), qkv(256, torch.bfloat16, layout="bshd"), qkv(72, layout="slice"),
                         (q, k[:, :1].expand_as(k), v[:1].expand_as(v))):
@@ -187,7 +193,7 @@ def test_force_kernel_that_cannot_serve_says_why():
     refused("dmma", "head_dim is over 128", *qkv(256, torch.float32))
     refused("dmma", "head_dim is not a multiple of 16 bytes", *qkv(30, torch.float32))
     refused("dmma", "the GPU, or what this build holds for it", *qkv(64, torch.float32), capability=100)
-    refused("dmma", "it has no dropout", *qkv(dtype=torch.float32), has_dropout=True)
+    refused("dmma", "it has no sinks, and none of: dropout; softcap", *qkv(dtype=torch.float32), **DROPOUT)
 
 
 def test_what_tma_cannot_read_is_for_sm80():
@@ -222,8 +228,8 @@ def test_biases_of_sm90():
         assert choose(q, k, v, attn_bias=given) == ("sm80", None)
         refused("sm90", why_not, q, k, v, attn_bias=given)
     assert choose(*qkv(dtype=torch.float32), attn_bias=bias.float()[..., :40]) == ("simt", None)
-    refused("sm90", "its forward pass has no dropout with softcap, alibi_slopes or attn_bias", q, k, v,
-            has_dropout=True, attn_bias=bias[..., :40])
+    refused("sm90", "its forward pass takes no two of: dropout; softcap, alibi_slopes and attn_bias; attention_chunk",
+            q, k, v, **DROPOUT, attn_bias=bias[..., :40])
 
 
 def forced():
@@ -264,7 +270,8 @@ def test_minimal_attn_kernel_variable_is_read_at_load():
     code = """
 import os, minimal_attn, torch
 q = torch.empty(1, 1, 8, 64, dtype=torch.float16)
-choose = lambda: minimal_attn.load().which_kernel(q, q, q, capability=90)[0]
+options = minimal_attn.attention.Options()[:16]
+choose = lambda: minimal_attn.load().which_kernel(q, q, q, *options, 90, True)[0]
 print(choose())
 os.environ["MINIMAL_ATTN_KERNEL"] = "simt"
 print(choose())
@@ -327,30 +334,29 @@ def test_which_kernel_on_the_cpu():
 
 
 def test_which_kernel_tells_csrc_what_decides(monkeypatch):
-    """Dropout, sinks, scores, chunks and strides; a packed batch has none between its samples."""
     told = []
 
-    def answer(q, k, v, has_dropout, has_sinks, has_scores, attn_bias, has_chunks_or_max):
-        told.append((q.stride(0), has_dropout, has_sinks, has_scores, attn_bias is not None, has_chunks_or_max))
+    def answer(q, k, v, *options):
+        told.append(options[:-2])
         return "simt", None
 
+    q = torch.empty(4 * 40 * 64, dtype=HALF).as_strided((1, 4, 40, 64), (3, 2560, 64, 1))
+    assert choose(q)[0] == "simt"
+    assert choose(q, cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS) == ("sm90", None)  # no samples to stride over
     monkeypatch.setattr(_build, "load", lambda: types.SimpleNamespace(which_kernel=answer))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    q = torch.empty(4 * 40 * 64, dtype=HALF).as_strided((1, 4, 40, 64), (3, 2560, 64, 1))
-    which_kernel(q, q, q, dropout_p=0.1)
-    which_kernel(q, q, q, sinks=torch.zeros(4), cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS)
-    which_kernel(q, q, q, softcap=2.0)
-    which_kernel(q, q, q, attn_bias=torch.zeros(40, dtype=HALF))
-    which_kernel(q, q, q, attention_chunk=8)
-    which_kernel(q, q, q, return_max_logits=True)
-    assert [(stride, what.index(True) if sum(what) == 1 else what) for stride, *what in told] == [
-        (3, 0), (10240, 1), (3, 2), (3, 3), (3, 4), (3, 4)]
+    given = {"dropout_p": 0.1, **SINKS, "softcap": 2.0, "attn_bias": torch.zeros(40, dtype=HALF), "attention_chunk": 8,
+             "return_max_logits": True, "seqused_k": LENGTHS[:1]}
+    for name, value in given.items():
+        which_kernel(q, q, q, **{name: value})
+    assert [{name for name, x, default in zip(Options._fields, options, Options()) if x is not default and x != default}
+            - {"softmax_scale", "dropout_seed"} for options in told] == [{name} for name in given]
 
 
 def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, window_size=(-1, -1), lengths=Lengths(),
-         sinks=None):
-    return minimal_attn.load().fast_forward(q, k, v, causal, scale, seq_major, return_lse, False, window_size, lengths,
-                                            sinks)
+         **options):
+    given = Options(*lengths, softmax_scale=scale, return_lse=return_lse, **options)
+    return minimal_attn.load().fast_forward(q, k, v, given, causal, window_size, seq_major)
 
 
 def test_fast_path_refuses_cpu_tensors():
@@ -417,6 +423,16 @@ def test_fast_path_takes_windows_lengths_and_sinks(gpu, sinks_dtype):
         assert got[0].equal(out[0].transpose(0, 1) if seq_major else out) and got[1].equal(lse[0] if seq_major else lse)
     assert fast(*(x.transpose(1, 2) for x in (q, k, v)), True, 0.125, True, lengths=lengths) is None  # 4D and packed
     assert fast(*rows, True, 0.125, True) is None  # 3D and not packed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, value", [
+    ("softcap", 2.0), ("softcap", True), ("attention_chunk", 8), ("attention_chunk", False), ("dropout_p", 0.1),
+    ("dropout_p", None), ("return_max_logits", True), ("return_max_logits", 0), ("deterministic", 0),
+    ("alibi_slopes", torch.ones(4)), ("attn_bias", torch.zeros(1, 1, 1, 1)), ("k_descale", torch.ones(2, 4))])
+def test_fast_path_leaves_other_options_to_python(gpu, name, value):
+    assert fast(*gpu, softcap=0, dropout_p=0.0, attention_chunk=0) is not None
+    assert fast(*gpu, **{name: value.cuda() if isinstance(value, torch.Tensor) else value}) is None
 
 
 @pytest.mark.gpu
@@ -526,4 +542,4 @@ def test_unaligned_calls_are_served_by_copies(gpu, D, head_dim_v, layout):
 def test_which_kernel_checks_the_bias(attn_bias):
     q = torch.randn(1, 2, 8, 16)
     with pytest.raises(ValueError, match="attn_bias"):
-        minimal_attn.load().which_kernel(q, q, q, attn_bias=attn_bias)
+        choose(q, attn_bias=attn_bias)

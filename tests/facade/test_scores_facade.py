@@ -33,23 +33,20 @@ def test_no_rows_or_keys(Sq, Sk, impl):
 
 # Which backend serves them.
 
-GIVEN = {"softcap": 2.0, "alibi_slopes": slopes(H), "attn_bias": mask(7, 9)}
+GIVEN = {"softcap": 2.0, "attention_chunk": 3, "alibi_slopes": slopes(H), "attn_bias": mask(7, 9)}
 
 
-def test_fast_path_is_not_asked(monkeypatch):
-    """It knows nothing of scores, and would leave them out."""
-    monkeypatch.setattr(cuda, "_fast_forward", lambda *args: "fast")
+def test_fast_path_knows_of_them(monkeypatch):
+    """attention/test_kernels.py: it then leaves the call to Python."""
+    monkeypatch.setattr(cuda, "_fast_forward", lambda q, k, v, given, *others: given)
     q, k, v = inputs(dtype=torch.float32)
     by_rows = [x.transpose(1, 2) for x in (q, k, v)]
-    bounds = ints(0, 7), ints(0, 9)
     flat = [x[0] for x in by_rows]
-    assert flash_attention(q, k, v) == flash_attention(q, k, v, softcap=0) == flash_attn_func(*by_rows) == "fast"
-    assert flash_attn_varlen_func(*flat, *bounds) == "fast"
     for name, value in GIVEN.items():
-        assert flash_attention(q, k, v, **{name: value}) != "fast"
+        assert getattr(flash_attention(q, k, v, **{name: value}), name) is value
         if name != "attn_bias":
-            assert flash_attn_func(*by_rows, **{name: value}) != "fast"
-            assert flash_attn_varlen_func(*flat, *bounds, **{name: value}) != "fast"
+            assert getattr(flash_attn_func(*by_rows, **{name: value}), name) is value
+            assert getattr(flash_attn_varlen_func(*flat, ints(0, 7), ints(0, 9), **{name: value}), name) is value
 
 
 # The functions of flash-attn.

@@ -101,7 +101,7 @@ def test_results_on_a_gpu_equal_those_of_the_jit_build(site, tmp_path):
 CALL = """
 import pathlib, tempfile, torch, minimal_attn
 from minimal_attn import flash_attention, stable
-from minimal_attn.options import Lengths
+from minimal_attn.options import Lengths, Options
 library = minimal_attn.load()
 torch.manual_seed(0)
 ops = torch.ops.minimal_attn
@@ -115,7 +115,8 @@ def fault(op, *inputs):
         return f"{type(error).__name__}: {error}"
 
 def fast(q, k, v, causal=False, scale=None, seq_major=False, window_size=(-1, -1), lengths=Lengths(), sinks=None):
-    return library.fast_forward(q, k, v, causal, scale, seq_major, True, True, window_size, lengths, sinks)
+    given = Options(*lengths, sinks, softmax_scale=scale, deterministic=True)
+    return library.fast_forward(q, k, v, given, causal, window_size, seq_major)
 """
 CHECKS = {"opcheck": """
 inputs = q, k, v, *[None] * 7, 0.3, 0.0, -1, -1, 0
@@ -134,7 +135,7 @@ with torch.no_grad():
     mapped = torch.vmap(lambda x: flash_attention(x[None], k[:1], v[:1], backend="cuda"))(q)
     assert torch.equal(mapped[1], flash_attention(q[1:], k[:1], v[:1], backend="cuda"))
 chosen = []
-torch.vmap(lambda x: (chosen.append(library.which_kernel(x[None], k[:1], v[:1])), x)[1])(q)
+torch.vmap(lambda x: (chosen.append(library.which_kernel(x[None], k[:1], v[:1], *Options()[:16])), x)[1])(q)
 assert chosen == [None]
 """, "second derivative": """
 dq, = torch.autograd.grad(flash_attention(q, k, v, **options).sum(), q, create_graph=True)
@@ -215,7 +216,8 @@ def kernels(library):
     for capability in (75, 80, 90, 100):
         for dtype, head_dim in ((torch.half, 64), (torch.float, 64), (torch.half, 60)):
             x = torch.empty(1, 2, 8, head_dim, dtype=dtype)
-            found += [list(library.which_kernel(x, x, x, *more, capability=capability)) for more in ((), (True,))]
+            found += [list(library.which_kernel(x, x, x, *Options(softcap=softcap)[:16], capability, True))
+                      for softcap in (0.0, 2.0)]
     return found + [library.force_kernel(name) for name in ("sm80", None, None)]
 
 
