@@ -166,7 +166,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     -1, -1, attention_chunk, dropout_p, dropout_seed, return_max_logits, deterministic, autotune,
                     q_descale, k_descale, v_descale, return_lse)
     result = fast_path(q, k, v, given, causal, window_size, backend) if seq_lens is None else None
-    return result if result is not None else attend(q, k, v, given, causal, window_size, backend, seq_lens, max_seqlen_k)
+    if result is not None:
+        return result
+    return attend(q, k, v, given, causal, window_size, backend, seq_lens, max_seqlen_k)
 
 
 def fast_path(q, k, v, given, causal, window_size, backend, seq_major=False):

@@ -389,7 +389,8 @@ def run(q, k, v, options, config=None):
             v = transposed(v, q.shape[2], options.lengths, mask_of(options))
         arguments = (q, k, v, *outputs, options.lengths, options.sinks, options.descales, dropout_of(options),
                      options.softmax_scale, score_options(options))
-        key = (*plan_key(options, q, k, v, outputs[2]), options.autotune and tuner.is_on(), config and tuple(config.values()))
+        key = (*plan_key(options, q, k, v, outputs[-1]), options.autotune and tuner.is_on(),
+               config and tuple(config.values()))
         plan = _plans.get(key)
         if plan is not None:
             plan(*arguments)

@@ -51,7 +51,7 @@ inline Reason why_not_tma(const Bias &x, int seqlen_k) {
     return {};
 }
 
-// How many of these kinds of options a call has.
+// How many of these kinds of options a call has. The fast path leaves calls with any to the checks in Python.
 constexpr const char *kMods = "dropout; softcap, alibi_slopes and attn_bias; attention_chunk and max_logits";
 inline int num_mods(const AttnParams &p) {
     return bool(p.dropout_seed) + p.has_score_mods() + (p.attention_chunk || p.return_max_logits);

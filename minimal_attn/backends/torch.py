@@ -54,7 +54,8 @@ def _forward(q, k, v, options):
         return reference_forward(q, k, v, options)
     if options.lengths.is_packed:
         return as_padded(_forward, q, k, v, options)
-    softmax_scale, has_lengths, is_causal = options.softmax_scale, options.lengths.are_given, options.mask == CAUSAL_MASK
+    softmax_scale, has_lengths = options.softmax_scale, options.lengths.are_given
+    is_causal = options.mask == CAUSAL_MASK
     # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
     square_causal = is_causal and is_known(q.shape[2] == k.shape[2]) and not (has_lengths or options.has_scores)
     is_grouped = not is_known(q.shape[1] == k.shape[1])
