@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from minimal_attn import _build, stable
+from minimal_attn.options import Options
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles the binding
 ROOT = Path(__file__).resolve().parents[2]
