@@ -194,6 +194,7 @@ NUMBERS = {
     "max_seqlen_q": BOUND, "max_seqlen_k": BOUND, "batch": LENGTH, "seqlen": LENGTH,
     **dict.fromkeys(("block_size", "embed_dim", "num_heads", "num_heads_k"), A_SIZE),
 }
+
 OPTION_NUMBERS = [name for name in Options._fields if name in NUMBERS]
 
 
@@ -603,6 +604,7 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
         right = -1 if right > 0 and is_known(right >= q.shape[-2] - 1) else right
     (left, right), bias = with_causal_bias((left, right), given.attn_bias, q, k, lengths)
     dropout_p, softcap = (0.0 if is_zero(x) else float(x) for x in (given.dropout_p, given.softcap))
+    # One chunk of all keys hides nothing more than a causal mask.
     is_one_chunk = is_whole and right == 0 and is_known(given.attention_chunk >= k.shape[-2])
     if 0 < softcap < 1e-30:  # no global name: torch.compile(dynamic=True) would make a symbol of it
         raise ValueError(f"softcap must be 0 or at least 1e-30, by which kernels divide, got {softcap}")

@@ -76,8 +76,9 @@ py::object fast_forward(py::handle q_, py::handle k_, py::handle v_, py::tuple g
         const bool is_default_scale = x.is_none() && static_cast<void *>(&option) == &options.softmax_scale;
         is_everyday = is_everyday && (is_default_scale || take(option, x));
     });
-    for (; field < given.size(); field++)  // autotune, the descales and, as the last one, return_lse
-        is_everyday = is_everyday && (given[field].is_none() || PyBool_Check(given[field].ptr()));
+    field++;  // autotune; then come the descales, and return_lse
+    while (field + 1 < given.size()) is_everyday = is_everyday && given[field++].is_none();
+    const bool return_lse = py::bool_(py::object(given[field]));
     if (!is_everyday) return py::none();
     options.window_left = window->first, options.window_right = window->second;
     const bool has_no_batch = seq_major && q.dim() == 3;
@@ -109,7 +110,6 @@ py::object fast_forward(py::handle q_, py::handle k_, py::handle v_, py::tuple g
         }
         return run_forward(p, q, v, dim);
     }();
-    const bool return_lse = given[given.size() - 1].ptr() == Py_True;
     if (return_lse) return py::make_tuple(std::move(out), std::move(lse));
     return py::cast(std::move(out));
 }
