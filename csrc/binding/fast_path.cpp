@@ -77,7 +77,7 @@ py::object fast_forward(py::handle q_, py::handle k_, py::handle v_, py::tuple g
         is_everyday = is_everyday && (is_default_scale || take(option, x));
     });
     field++;  // autotune; then come the descales, and return_lse
-    while (field + 1 < given.size()) is_everyday = is_everyday && given[field++].is_none();
+    for (; field + 1 < given.size(); field++) is_everyday = is_everyday && given[field].is_none();
     const bool return_lse = py::bool_(py::object(given[field]));
     if (!is_everyday) return py::none();
     options.window_left = window->first, options.window_right = window->second;
