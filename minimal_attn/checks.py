@@ -194,7 +194,6 @@ NUMBERS = {
     "max_seqlen_q": BOUND, "max_seqlen_k": BOUND, "batch": LENGTH, "seqlen": LENGTH,
     **dict.fromkeys(("block_size", "embed_dim", "num_heads", "num_heads_k"), A_SIZE),
 }
-
 OPTION_NUMBERS = [name for name in Options._fields if name in NUMBERS]
 
 

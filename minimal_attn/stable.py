@@ -79,8 +79,7 @@ class Library:
     def fast_forward(self, q, k, v, given, causal, window_size, seq_major):
         """As fast_forward of csrc/binding/fast_path.cpp: out, (out, lse), or None if the call is unusual or wrong."""
         is_packed = given.lengths.is_packed
-        if not (is_everyday(q, k, v, given, causal, window_size)
-                and (not seq_major or is_packed == (q.ndim == 3))):
+        if not (is_everyday(q, k, v, given, causal, window_size) and (not seq_major or is_packed == (q.ndim == 3))):
             return None
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if needs_grad and given.lengths.may_share_keys:  # packed.py gives samples keys of their own
