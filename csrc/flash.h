@@ -18,6 +18,15 @@ struct Bias {
     DType dtype;
 };
 
+// A mask in units of 64 rows and 64 keys, see common/block_mask.cuh. A size of 1 for samples or heads: shared.
+struct BlockMask {
+    const int *units;                  // [samples, heads, rows, keys]: -2 hidden, -1 seen, or the number of its bits
+    const uint32_t *row_words;         // [samples, heads, rows, keys / 32]: bit n of them: unit n is not hidden
+    const uint32_t *key_words;         // [samples, heads, keys, rows / 32]: the same transposed
+    const uint32_t *bits, *key_bits;   // [num_bits, 128], and of transposed units
+    int samples, heads, rows, keys, num_bits;  // rows 0: there is no mask
+};
+
 struct AttnParams {
     Tensor q;   // [batch_size, nheads, seqlen_q, head_dim]
     Tensor k;   // [batch_size, nheads_k, seqlen_k, head_dim]
@@ -57,6 +66,7 @@ struct AttnParams {
     const float *alibi_slopes;   // [batch_size, nheads], or nullptr
     int64_t alibi_batch_stride;  // 0: [nheads]
     Bias bias;                   // not in packed batches
+    BlockMask block_mask;        // not in packed batches
     bool has_score_mods() const { return softcap > 0 || alibi_slopes || bias.data; }
 
     // [nheads] of lse's type, or nullptr: one more score for each row of a head, in units of softmax_scale · q·k. It

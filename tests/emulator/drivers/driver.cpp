@@ -7,6 +7,7 @@
 //   g++ -std=c++20 -pthread -Icsrc tests/emulator/drivers/driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu ...
 //
 // There the kernels are included; for the emulator they are linked.
+#include <list>
 #include <map>
 
 #if MINIMAL_ATTN_EMULATED
@@ -20,6 +21,7 @@ using namespace device;
 #include "sm80/flash_sm80.cu"
 #include "sm90/flash_sm90.cu"
 #include "sm90/mods/flash_dropout_sm90.cu"
+#include "sm90/mods/flash_masked_sm90.cu"
 #include "sm90/mods/flash_max_logits_sm90.cu"
 #include "sm90/mods/flash_mods_sm90.cu"
 #include "sm90/flash_dmma.cu"
