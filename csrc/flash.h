@@ -23,7 +23,7 @@ struct BlockMask {
     const int *units;                  // [samples, heads, rows, keys]: -2 hidden, -1 seen, or the number of its bits
     const uint32_t *row_words;         // [samples, heads, rows, keys / 32]: bit n of them: unit n is not hidden
     const uint32_t *key_words;         // [samples, heads, keys, rows / 32]: the same transposed
-    const uint32_t *bits, *key_bits;   // [num_bits, 128], and of transposed units
+    const uint32_t *bits;              // [num_bits, 2, 128]: of units, and of transposed units
     int samples, heads, rows, keys, num_bits;  // rows 0: there is no mask
 };
 
@@ -68,6 +68,8 @@ struct AttnParams {
     Bias bias;                   // not in packed batches
     BlockMask block_mask;        // not in packed batches
     bool has_score_mods() const { return softcap > 0 || alibi_slopes || bias.data; }
+    // What kernels of all GPUs have in one variant: also chunks and a block mask.
+    bool has_mods() const { return has_score_mods() || attention_chunk || block_mask.rows; }
 
     // [nheads] of lse's type, or nullptr: one more score for each row of a head, in units of softmax_scale · q·k. It
     // has no key and no value (Xiao et al., StreamingLLM, 2023; as in gpt-oss). lse includes it.

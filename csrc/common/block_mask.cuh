@@ -45,6 +45,12 @@ template <int kRows, int kUnits> struct SeenBlocks {
     }
 };
 
+// This thread's word of a unit, or of the transposed unit.
+template <bool kTransposed = false>
+__device__ uint32_t word_of_unit(const BlockMask &mask, int unit, int thread) {
+    return unit >= 0 ? mask.bits[int64_t(unit) * 256 + 128 * kTransposed + thread] : unit == Unit::kSeen ? ~0u : 0;
+}
+
 // The mask of a head.
 struct HeadMask {
     const BlockMask &mask;
@@ -64,12 +70,20 @@ struct HeadMask {
         if (row >= mask.rows || unsigned(key) >= unsigned(mask.keys)) return Unit::kHidden;
         return min(mask.units[(head * mask.rows + row) * mask.keys + key], mask.num_bits - 1);
     }
+    __device__ bool sees(int row, int key) const {
+        const int thread = row % 64 / 16 * 32 + row % 8 * 4 + key % 8 / 2;
+        const uint32_t word = word_of_unit(mask, unit(row / Unit::kSize, key / Unit::kSize), thread);
+        return word >> (row / 8 % 2 * 16 + key % 64 / 8 * 2 + key % 2) & 1;
+    }
+    // Whether all units of this kind are in a tile of rows and keys.
+    template <int kRows, int kKeys> __device__ bool has_only(int kind, int row0, int key0) const {
+        for (int row = row0 / Unit::kSize; row * Unit::kSize < row0 + kRows; row++)
+            for (int key = key0 / Unit::kSize; key * Unit::kSize < key0 + kKeys; key++)
+                if (unit(row, key) != kind) return false;
+        return true;
+    }
 };
 
-// This thread's word of a unit. bits: of rows, or of keys.
-__device__ inline uint32_t word_of_unit(const uint32_t *bits, int unit, int thread) {
-    return unit >= 0 ? bits[int64_t(unit) * 128 + thread] : unit == Unit::kSeen ? ~0u : 0;
-}
 // Scores of eight tiles of keys from n on become `hidden` where the word has no bit.
 template <int kNTiles> __device__ void hide(float (&acc)[kNTiles][4], int n, uint32_t word, float hidden = -INFINITY) {
 #pragma unroll

@@ -290,13 +290,16 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
                 backward.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
         };
         const bool is_full = blocks.is_full(m_block);
+        const bool is_hidden = kMods && p.block_mask.rows && !p.deterministic &&  // else all take turns
+                               HeadMask(p.block_mask, tile.b, h).template has_only<kBlockM, Shape::kBlockN>(
+                                   Unit::kHidden, m_block * kBlockM, tile.block * Shape::kBlockN);
         if (kStages == 2) load_next();
 #pragma unroll 1
-        for (int row0 = backward.part * Shape::kSub; row0 < kBlockM; row0 += Shape::kSub * Shape::kDimSplit)
+        for (int row0 = backward.part * Shape::kSub; !is_hidden && row0 < kBlockM; row0 += Shape::kSub * Shape::kDimSplit)
             backward.add_own_rows(stage, h, m_block, is_full, row0);
         __syncthreads();  // dS and P are there
-        backward.add_other_rows(stage);
-        if (p.dq.data) backward.add_dq(h, m_block);
+        if (!is_hidden) backward.add_other_rows(stage);
+        if (p.dq.data && !is_hidden) backward.add_dq(h, m_block);
         if (kStages == 1) {
             __syncthreads();  // the stage has been read
             load_next();
@@ -317,7 +320,7 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.zeroed_bytes(p.deterministic), stream));
     const bool has_dropout = p.dropout_seed, is_split = workspace.max_splits > 1;
     auto *kernel =
-        p.has_score_mods() ? flash_bwd<T, Shape, true, true, true>
+        p.has_score_mods() || p.block_mask.rows ? flash_bwd<T, Shape, true, true, true>
         : is_split ? (has_dropout ? flash_bwd<T, Shape, true, true, false> : flash_bwd<T, Shape, false, true, false>)
                    : (has_dropout ? flash_bwd<T, Shape, true, false, false> : flash_bwd<T, Shape, false, false, false>);
     launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads, kSharedBytes,

@@ -171,7 +171,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods, bool kChunks> s
         uint32_t seen[kUnits];
         if constexpr (Shape::kMasked)
             for (int u = 0; u < kUnits; u++)
-                seen[u] = word_of_unit(p.block_mask.key_bits, block.unit[consumer][u], thread_idx() % 128);
+                seen[u] = word_of_unit<true>(p.block_mask, block.unit[consumer][u], thread_idx() % 128);
         if (!block.is_full) clear_tiles<kBlockM>(seen_rows(work, block.m_block), shared.sQ[stage], shared.sdO[stage]);
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sK[warp_uniform(t) % 2][consumer], shared.sQ[stage]);

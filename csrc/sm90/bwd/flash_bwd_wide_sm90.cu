@@ -137,7 +137,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         const bool is_full = block.is_full;
         uint32_t seen = ~0u;
         if constexpr (Shape::kMasked)
-            if (consumer == 0) seen = word_of_unit(p.block_mask.key_bits, block.unit[rank][0], idx);
+            if (consumer == 0) seen = word_of_unit<true>(p.block_mask, block.unit[rank][0], idx);
         if (!is_full) clear_tiles<64>(seen_rows(work, block.m_block), shared.sQ[stage], shared.sdO[stage]);
         warpgroup_arrive();
         multiply_abt<T>(acc[0], c ? shared.sV : shared.sK, rows);

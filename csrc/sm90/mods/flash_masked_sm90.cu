@@ -93,7 +93,7 @@ template <typename T, typename Shape> struct MaskedScores : PlainScores<T, Shape
     __device__ void prefetch(const WorkItem &, int, int) {
         for (int u = 0; u < kUnits; u++) {
             unit[u] = next_unit[u];
-            seen[u] = word_of_unit(p.block_mask.bits, unit[u], thread_idx() % 128);
+            seen[u] = word_of_unit(p.block_mask, unit[u], thread_idx() % 128);
         }
     }
     __device__ bool exponentiate(const WorkItem &work, const BlockRange &blocks, const ScoreOrigin &at, bool is_full,

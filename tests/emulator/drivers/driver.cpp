@@ -46,7 +46,7 @@ using namespace simt;
 
 void forward(const Case &c, const AttnParams &p) {
 #if HAS_GPU
-    const bool has_more = p.has_score_mods() || p.attention_chunk;  // than sm90's forward pass with dropout knows
+    const bool has_more = p.has_score_mods() || p.attention_chunk || p.block_mask.rows;  // than sm90's forward pass with dropout knows
     if (is_sm80(c) || (c.tiling == kSm90 && c.dropout_p > 0 && has_more)) return sm80::flash_forward(p);
     if (c.tiling == kSm90) return sm90::flash_forward(p);
     if (c.tiling == kDmma) return dmma::flash_forward(p);

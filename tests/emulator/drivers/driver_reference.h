@@ -237,7 +237,7 @@ template <typename T> struct Tensors {
         p.bias.row_stride = keys, p.bias.key_stride = 1;
         const int64_t row_units = (rows + 63) / 64, key_units = (keys + 63) / 64;
         const int64_t row_words = (key_units + 31) / 32, key_words = (row_units + 31) / 32;
-        std::vector<int> units, bits, key_bits, of_rows(samples * heads * row_units * row_words);
+        std::vector<int> units, bits, of_rows(samples * heads * row_units * row_words);
         std::vector<int> of_keys(samples * heads * key_units * key_words);
         for (int64_t head = 0; head < samples * heads; head++) {
             bias.resize((head + 1) * rows * keys);
@@ -245,22 +245,22 @@ template <typename T> struct Tensors {
                 const int64_t m = i / key_units, n = i % key_units;
                 // 0: hidden, as are 64 rows and 128 keys; 1: seen.
                 const int kind = m == 2 || n / 2 == 1 ? 0 : random() % 4;
-                units.push_back(kind < 2 ? kind - 2 : int(bits.size() / 128));
+                units.push_back(kind < 2 ? kind - 2 : int(bits.size() / 256));
                 if (kind > 0) {
                     of_rows[(head * row_units + m) * row_words + n / 32] |= 1 << n % 32;
                     of_keys[(head * key_units + n) * key_words + m / 32] |= 1 << m % 32;
                 }
-                if (kind > 1) bits.resize(bits.size() + 128), key_bits.resize(bits.size());
+                if (kind > 1) bits.resize(bits.size() + 256);
                 for (int x = 0; x < 64 * 64; x++) {
                     const int row = x / 64, key = x % 64;
                     const bool is_seen = kind == 1 || (kind > 1 && random() % 2);
                     if (64 * m + row < rows && 64 * n + key < keys)
                         bias[(head * rows + 64 * m + row) * keys + 64 * n + key] = is_seen ? 0 : -INFINITY;
-                    auto add = [&](std::vector<int> &to, int i, int j) {
+                    auto add = [&](int end, int i, int j) {
                         const int thread = i / 16 * 32 + i % 8 * 4 + j % 8 / 2, bit = i / 8 % 2 * 16 + j / 8 * 2 + j % 2;
-                        if (is_seen) to[to.size() - 128 + thread] |= 1 << bit;
+                        if (is_seen) bits.end()[thread - end] |= 1 << bit;
                     };
-                    if (kind > 1) add(bits, row, key), add(key_bits, key, row);
+                    if (kind > 1) add(256, row, key), add(128, key, row);
                 }
             }
         }
@@ -270,8 +270,8 @@ template <typename T> struct Tensors {
             return buffer.device;
         };
         auto words = [&](const std::vector<int> &x) { return reinterpret_cast<uint32_t *>(upload(x)); };
-        p.block_mask = {upload(units), words(of_rows), words(of_keys), words(bits), words(key_bits), int(samples),
-                        int(heads), int(row_units), int(key_units), int(bits.size() / 128)};
+        p.block_mask = {upload(units), words(of_rows), words(of_keys), words(bits), int(samples),
+                        int(heads), int(row_units), int(key_units), int(bits.size() / 256)};
         p.tile_counter = tile_counter.device;
     }
     double bias_at(int64_t b, int64_t h, int64_t row, int64_t key) const {
