@@ -70,6 +70,11 @@ struct HeadMask {
         if (row >= mask.rows || unsigned(key) >= unsigned(mask.keys)) return Unit::kHidden;
         return min(mask.units[(head * mask.rows + row) * mask.keys + key], mask.num_bits - 1);
     }
+    // The word of lane `lane` for 16 rows from `row` on and the keys of a unit, or the other way round.
+    template <bool kTransposed = false> __device__ uint32_t word_of_16(int row, int key, int lane) const {
+        const int i = unit((kTransposed ? key : row) / Unit::kSize, (kTransposed ? row : key) / Unit::kSize);
+        return word_of_unit<kTransposed>(mask, i, row % Unit::kSize / 16 * 32 + lane);
+    }
     __device__ bool sees(int row, int key) const {
         const int thread = row % 64 / 16 * 32 + row % 8 * 4 + key % 8 / 2;
         const uint32_t word = word_of_unit(mask, unit(row / Unit::kSize, key / Unit::kSize), thread);
@@ -84,10 +89,10 @@ struct HeadMask {
     }
 };
 
-// Scores of eight tiles of keys from n on become `hidden` where the word has no bit.
+// Scores of tiles from n on, 8 at most, become `hidden` where the word has no bit.
 template <int kNTiles> __device__ void hide(float (&acc)[kNTiles][4], int n, uint32_t word, float hidden = -INFINITY) {
 #pragma unroll
-    for (int j = 0; j < 8; j++)
+    for (int j = 0; j < 8 && j < kNTiles; j++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
             if (!(word >> (e / 2 * 16 + 2 * j + e % 2) & 1)) acc[n + j][e] = hidden;

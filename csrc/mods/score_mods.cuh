@@ -92,14 +92,13 @@ template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
     Sum softmax_scale, softmax_scale_log2;
     const int &seqlen_q, &seqlen_k, &b, &h;  // references: flash_sm90.cu has them in shared memory
     Bias bias;                               // without data if another part of the kernel adds it
-    const BlockMask *mask = nullptr;         // or another part of the kernel knows it, or the tile is seen
+    const BlockMask *mask = nullptr;         // nullptr also if another part of the kernel knows it
     Sum slope;                               // ALiBi's slope / unit
     int shift;                               // seqlen_k - seqlen_q
 
     __device__ ScoreMods(const AttnParams &p, const int &seqlen_q, const int &seqlen_k, const int &b, const int &h)
         : ScoreMods(p, ScoreFactors<Sum>(p), seqlen_q, seqlen_k, b, h) {
         set_alibi(p);
-        if (p.block_mask.rows) mask = &p.block_mask;
     }
     __device__ ScoreMods(const AttnParams &p, const ScoreFactors<Sum> &factors, const int &seqlen_q,
                          const int &seqlen_k, const int &b, const int &h)

@@ -139,6 +139,13 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
                 for (int e = 0; e < 4; e++)
                     acc_s[m][n][e] = exp2_approx(scores.probability_log2(acc_s[m][n][e], e % 2 ? lse.y : lse.x));
         }
+        if (kMods && p.block_mask.rows) {
+            const HeadMask block_mask(p.block_mask, tile.b, h);
+            for (int m = 0; m < kMTiles; m++) {
+                const uint32_t word = block_mask.word_of_16<true>(key - r + 16 * m, row - c, lane_idx);
+                hide(acc_s[m], 0, word >> (row - c) % Unit::kSize / 4, 0.f);
+            }
+        }
         if (!is_full) [[unlikely]]
             Mask::hide(acc_s, 0.f, [&, mask = mask()](int i) {
                 const Range seen = mask.rows(key + i);

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     const Sequence seq(p, tile.b);
     if (threadIdx.x == 0) mask = Mask(seq, p);
     const Scores<> scores(p);
-    ScoreMods<T, ptx::tanh_approx> mods(p, seq.seqlen_q, seq.seqlen_k, tile.b, tile.h);
+    const ScoreMods<T, ptx::tanh_approx> mods(p, seq.seqlen_q, seq.seqlen_k, tile.b, tile.h);
     const Dropout dropout(p, tile.b, tile.h);
     const int row0 = tile.block * kBlockM, warp_row = row0 + warp_idx * kWarpM + lane_idx / 4;  // this lane's first row
     BlockRange blocks = Mask(seq, p).template key_blocks<kBlockM, kBlockN>(row0);
@@ -115,13 +115,13 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
         if (next < blocks.end) load_k(next, n_block + 1);
 
         if (!blocks.is_full(n_block)) {
-            if (kMods && p.block_mask.rows)
-                mods.mask = block_mask.template has_only<kBlockM, kBlockN>(Unit::kSeen, row0, n_block * kBlockN)
-                                ? nullptr : &p.block_mask;
             if constexpr (kMods)
                 mods.apply(score_tile(acc_s, warp_row, n_block * kBlockN + lane_idx % 4 * 2));
             else scores.apply(acc_s);
             mask.apply(acc_s, blocks, n_block, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
+            if (kMods && p.block_mask.rows)
+                for (int m = 0; m < kMTiles; m++)
+                    hide(acc_s[m], 0, block_mask.word_of_16(row0 + warp_idx * kWarpM + 16 * m, n_block * kBlockN, lane_idx));
         }
         if constexpr (kMax)
             for (int i = 0; i < 2 * kMTiles; i++)
