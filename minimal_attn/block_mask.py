@@ -201,7 +201,7 @@ def _assemble(states, mask_mod, Q_LEN, KV_LEN, num_bits, compile):
     else:
         torch._assert_async(found <= num_bits, f"a BlockMask has more than {num_bits} partial units, its num_bits")
     numbers = is_partial.cumsum(0).view_as(states) - 1
-    units = torch.where(states == PARTIAL, torch.where(numbers < num_bits, numbers, EMPTY), states).int().contiguous()
+    units = torch.where(states == PARTIAL, torch.where(numbers < num_bits, numbers, EMPTY), states).int()
     index = torch.nonzero_static(is_partial, size=num_bits, fill_value=0)[:, 0]
     parts = _evaluate(_bits, compile, mask_mod, index, states.shape, Q_LEN, KV_LEN, UNIT)
     bits, key_bits = (torch.cat(x) for x in zip(2 * [units.new_empty(0, 128)], *parts))
@@ -270,7 +270,7 @@ def _flags(visible):
 
 def _words(seen):
     """int32 (...) of bool (..., 32), the lowest bit first."""
-    return (seen.int() << _places(seen)).sum(-1, dtype=torch.int32).contiguous()
+    return (seen.int() << _places(seen)).sum(-1, dtype=torch.int32)
 
 
 def _places(x):
@@ -351,8 +351,8 @@ def _check_mask_mod(mask_mod, device):
     try:
         seen = _over_boxes(mask_mod, first[0], first[0], first, first)
     except (RuntimeError, ValueError) as error:
-        raise TypeError(f"mask_mod must return a tensor, made of tensors on {device} by what torch.vmap takes, and an `if` "
-                        f"on values is not taken: {error}") from error
+        raise TypeError(f"mask_mod must return a tensor, made of tensors on {device} by what torch.vmap takes, which is no "
+                        f"`if` on values: {error}") from error
     if seen.dtype != torch.bool:
         raise TypeError(f"mask_mod must return a tensor of bool, got {seen.dtype}")
     if seen.ndim != 3:
