@@ -128,7 +128,8 @@ def word_bit(words, i):
 def check_layout(mask, want):
     """The states and the numbers of units, and the words."""
     assert all(x.dtype == torch.int32 and x.is_contiguous() for x in map(mask.__getattribute__, TENSORS))
-    units, row_words, key_words, numbers = mask.units.tolist(), mask.row_words.tolist(), mask.key_words.tolist(), []
+    want, numbers = want.cpu(), []
+    units, row_words, key_words = mask.units.tolist(), mask.row_words.tolist(), mask.key_words.tolist()
     assert mask.units.shape == (*want.shape[:2], 6, 7)
     assert mask.row_words.shape == (*want.shape[:2], 6, 1) and mask.key_words.shape == (*want.shape[:2], 7, 1)
     assert mask.bits.shape == mask.key_bits.shape == (int((mask.units >= 0).sum()), 128)
