@@ -6,6 +6,7 @@ are evaluated part by part: everywhere, to find the states of units, and again i
 """
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -40,11 +41,11 @@ class BlockMask:
     units: Tensor  # (Bm, Hm, M, N): EMPTY, FULL, or the number of the unit's bits, from 0 on
     row_words: Tensor  # (Bm, Hm, M, ceil(N / 32)): bit n % 32 of word n // 32 says that unit (m, n) is not empty
     key_words: Tensor  # (Bm, Hm, N, ceil(M / 32)): bit m % 32 of word m // 32 says that unit (m, n) is not empty
-    # (P, 128), P no less than there are partial units: a word for each thread of a warpgroup that holds the unit as the
+    # (P, 2, 128), P no less than there are partial units: a word for each thread of a warpgroup that holds the unit as the
     # accumulator of a 64 x 64 product. Thread row // 16 * 32 + row % 8 * 4 + key % 8 // 2 has bit
     # row // 8 % 2 * 16 + key // 8 * 2 + key % 2, which says that the row sees the key.
+    # The second 128 have row and key exchanged, for the backward pass, whose accumulators are [keys, rows].
     bits: Tensor
-    key_bits: Tensor  # (P, 128): row and key exchanged, for the backward pass, whose accumulators are [keys, rows]
     Q_LEN: int
     KV_LEN: int
     mask_mod: Callable | None = None  # from_torch's is torch's, which says nothing about blocks that are not listed
@@ -128,12 +129,7 @@ class BlockMask:
 
     def to_dense(self) -> Tensor:
         """bool (Bm, Hm, Q_LEN, KV_LEN), True where a row sees a key."""
-        seen = (self.bits[..., None] >> _places(self.bits) & 1).bool()
-        # Dimensions: (P, row // 16, row % 8, key % 8 // 2, row // 8 % 2, key // 8, key % 2)
-        seen = seen.view(-1, 4, 8, 4, 2, 8, 2).permute(0, 1, 4, 2, 5, 3, 6).reshape(self.bits.shape[0], UNIT, UNIT)
-        constant = torch.arange(2, device=self.device).bool()[:, None, None].expand(2, UNIT, UNIT)
-        units = torch.cat([seen, constant])[self.units]  # EMPTY and FULL are the last two
-        return units.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :self.Q_LEN, :self.KV_LEN]
+        return dense_of(self.units, self.bits, self.Q_LEN, self.KV_LEN)
 
     def sparsity(self) -> float:
         """The percentage of units that are empty."""
@@ -189,6 +185,16 @@ def create_block_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: i
     return _assemble(torch.cat([*parts]).view(B, H, M, N), mask_mod, Q_LEN, KV_LEN, num_bits, compile)
 
 
+def dense_of(units, bits, seqlen_q, seqlen_k):
+    """BlockMask.to_dense of its tensors."""
+    seen = (bits[:, 0, :, None] >> _places(bits) & 1).bool()
+    # Dimensions: (P, row // 16, row % 8, key % 8 // 2, row // 8 % 2, key // 8, key % 2)
+    seen = seen.view(-1, 4, 8, 4, 2, 8, 2).permute(0, 1, 4, 2, 5, 3, 6).reshape(bits.shape[0], UNIT, UNIT)
+    constant = torch.arange(2, device=units.device).bool()[:, None, None].expand(2, UNIT, UNIT)
+    seen = torch.cat([seen, constant])[units]  # EMPTY and FULL are the last two
+    return seen.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :seqlen_q, :seqlen_k]
+
+
 def _assemble(states, mask_mod, Q_LEN, KV_LEN, num_bits, compile):
     """The BlockMask of states (Bm, Hm, M, N), in whose partial units mask_mod is evaluated."""
     is_partial = (states == PARTIAL).flatten()
@@ -204,9 +210,9 @@ def _assemble(states, mask_mod, Q_LEN, KV_LEN, num_bits, compile):
     units = torch.where(states == PARTIAL, torch.where(numbers < num_bits, numbers, EMPTY), states).int()
     index = torch.nonzero_static(is_partial, size=num_bits, fill_value=0)[:, 0]
     parts = _evaluate(_bits, compile, mask_mod, index, states.shape, Q_LEN, KV_LEN, UNIT)
-    bits, key_bits = (torch.cat(x) for x in zip(2 * [units.new_empty(0, 128)], *parts))
+    bits = torch.cat([units.new_empty(0, 2, 128), *parts])
     visible = units != EMPTY
-    return BlockMask(units, _flags(visible), _flags(visible.mT), bits, key_bits, Q_LEN, KV_LEN, mask_mod)
+    return BlockMask(units, _flags(visible), _flags(visible.mT), bits, Q_LEN, KV_LEN, mask_mod)
 
 
 def _evaluate(function, compile, mask_mod, index, grid, Q_LEN, KV_LEN, width):
@@ -226,10 +232,10 @@ def _states(*boxes):
 
 
 def _bits(mask_mod, index, grid, Q_LEN, KV_LEN, width):
-    """The bits and the key_bits of units, (units, 128) each. width: 64."""
+    """The bits of units, (units, 2, 128). width: 64."""
     seen, rows, keys = _seen(mask_mod, index, grid, Q_LEN, KV_LEN, width)
     seen = seen & (rows < Q_LEN)[:, :, None] & (keys < KV_LEN)[:, None]
-    return _fragments(seen), _fragments(seen.mT)
+    return torch.stack((_fragments(seen), _fragments(seen.mT)), 1)
 
 
 def _seen(mask_mod, index, grid, Q_LEN, KV_LEN, width):
@@ -357,3 +363,26 @@ def _check_mask_mod(mask_mod, device):
         raise TypeError(f"mask_mod must return a tensor of bool, got {seen.dtype}")
     if seen.ndim != 3:
         raise ValueError(f"mask_mod must return a tensor without dimensions, got one of shape {tuple(seen.shape[3:])}")
+
+
+_OF_TORCH = weakref.WeakKeyDictionary()  # BlockMasks of torch's
+
+
+def with_tensors(given, q, k):
+    """The Options `given`, whose mask_units are a BlockMask, torch's or None, with its tensors, for checked q and k."""
+    block_mask = given.mask_units
+    if block_mask is None:
+        return given
+    if not isinstance(block_mask, BlockMask):
+        if block_mask not in _OF_TORCH:
+            _OF_TORCH[block_mask] = BlockMask.from_torch(block_mask)
+        block_mask = _OF_TORCH[block_mask]
+    sizes = *(q.shape[:2] if q.ndim == 4 else (q.shape[0], 1)), q.shape[-2], k.shape[-2]
+    if block_mask.shape[2:] != sizes[2:] or any(n not in (1, size) for n, size in zip(block_mask.shape, sizes)):
+        raise ValueError(f"block_mask must broadcast to {sizes}, (batch size, heads, rows, keys), got {block_mask!r}")
+    if block_mask.device != q.device:
+        raise ValueError(f"block_mask must be on {q.device}, as q is, got {block_mask!r}")
+    if given.cu_seqlens_q is not None:
+        raise ValueError("block_mask cannot be given with cu_seqlens: write the samples into the mask")
+    names = "mask_units", "mask_row_words", "mask_key_words", "mask_bits"
+    return given._replace(**dict(zip(names, block_mask._tensors.values())))

@@ -50,7 +50,7 @@ class Lengths(NamedTuple):
 class Options(NamedTuple):
     """The one table of options: the arguments of a call beside q, k and v. A caller's become checked ones in checks.py.
 
-    The first 15 are the arguments of every op after q, k and v, as OPTIONS in csrc/ops/params.h. The ops of csrc also
+    The first 19 are the arguments of every op after q, k and v, as OPTIONS in csrc/ops/params.h. The ops of csrc also
     take deterministic, and those of triton_ref autotune and the descales. A backend takes those that it knows.
     """
 
@@ -62,6 +62,11 @@ class Options(NamedTuple):
     alibi_slopes: Tensor | None = None  # float32 (H,) or (B, H), contiguous; B samples, also of a packed batch
     # 4D, bool (True: seen), q's dtype or float32, of any strides. It broadcasts to (B, H, Sq, Sk).
     attn_bias: Tensor | None = None
+    # The tensors of a BlockMask (block_mask.py), or None.
+    mask_units: Tensor | None = None
+    mask_row_words: Tensor | None = None
+    mask_key_words: Tensor | None = None
+    mask_bits: Tensor | None = None
     softmax_scale: float = 1.0
     softcap: float = 0.0  # 0 is none
     # Row i sees the keys from i + seqlen_k - seqlen_q - window_left to i + seqlen_k - seqlen_q + window_right, by the
@@ -99,8 +104,8 @@ class Options(NamedTuple):
 
     @property
     def has_scores(self):
-        """Whether softcap, ALiBi or attn_bias change the scores."""
-        return self.softcap > 0 or self.alibi_slopes is not None or self.attn_bias is not None
+        """Whether softcap, ALiBi, attn_bias or a block mask change the scores."""
+        return any(x is not None for x in (self.alibi_slopes, self.attn_bias, self.mask_units)) or self.softcap > 0
 
     @property
     def tensors(self):

@@ -62,6 +62,9 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
     if (p.dropout_seed && is_dmma) return "it has no dropout";
     if (p.sinks && is_dmma) return "it has no sinks";
     const bool has_chunks_or_max = p.max_logits || p.attention_chunk;
+    if (p.block_mask.rows && is_dmma) return "it has no block mask";
+    if (p.block_mask.rows && is_sm90 && (p.dropout_seed || p.has_score_mods() || has_chunks_or_max))
+        return "it has no block mask beside dropout, softcap, alibi_slopes, attn_bias, attention_chunk, max_logits";
     if (has_chunks_or_max && is_dmma) return "it has no attention_chunk and no max_logits";
     if (has_chunks_or_max && is_sm90 && !is_backward && (p.dropout_seed || p.has_score_mods()))
         return "its forward pass has no attention_chunk or max_logits beside dropout, softcap, alibi_slopes, attn_bias";

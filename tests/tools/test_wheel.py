@@ -118,7 +118,7 @@ def fast(q, k, v, causal=False, scale=None, seq_major=False, window_size=(-1, -1
     return library.fast_forward(q, k, v, causal, scale, seq_major, True, True, window_size, lengths, sinks)
 """
 CHECKS = {"opcheck": """
-inputs = q, k, v, *[None] * 7, 0.3, 0.0, -1, -1, 0
+inputs = q, k, v, *[None] * 11, 0.3, 0.0, -1, -1, 0
 torch.library.opcheck(ops.flash_forward.default, inputs)
 out, lse, _ = (x.detach() for x in ops.flash_forward(*inputs))
 torch.library.opcheck(ops.flash_backward.default, (out, None, *inputs[:3], out, lse, *inputs[3:]),
@@ -140,7 +140,7 @@ assert chosen == [None]
 dq, = torch.autograd.grad(flash_attention(q, k, v, **options).sum(), q, create_graph=True)
 assert fault(torch.autograd.grad, dq.sum(), q).startswith("NotImplementedError: ")
 """, "wrong arguments": """
-of_op = [*[None] * 7, 0.3, 0.0, -1, -1, 0]
+of_op = [*[None] * 11, 0.3, 0.0, -1, -1, 0]
 for inputs in ((q, k[:1], v, *of_op), (q.int(), k, v, *of_op), (q, k, v, *of_op[:-3], -2, 0, 0)):
     assert fault(ops.flash_forward, *inputs).startswith("ValueError: ")
 assert fault(ops.force_kernel, "sm70").startswith("ValueError: ")
