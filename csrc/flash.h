@@ -68,6 +68,12 @@ struct AttnParams {
     Bias bias;                   // not in packed batches
     BlockMask block_mask;        // not in packed batches
     bool has_score_mods() const { return softcap > 0 || alibi_slopes || bias.data; }
+    // A mask of bool, and nothing else that a block mask does not go with on Hopper.
+    bool has_mask_alone() const {
+        return bias.data && bias.dtype == DType::kBool && softcap == 0 && !alibi_slopes && !dropout_seed &&
+               !max_logits && !attention_chunk && !block_mask.rows &&
+               double(batch_size) * nheads * (seqlen_q / 64 + 1) * (seqlen_k / 64 + 1) < INT32_MAX;  // units
+    }
     // What kernels of all GPUs have in one variant: also chunks and a block mask.
     bool has_mods() const { return has_score_mods() || attention_chunk || block_mask.rows; }
 

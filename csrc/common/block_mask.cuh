@@ -90,7 +90,7 @@ struct HeadMask {
 };
 
 // Scores of tiles from n on, 8 at most, become `hidden` where the word has no bit.
-template <int kNTiles> __device__ void hide(float (&acc)[kNTiles][4], int n, uint32_t word, float hidden = -INFINITY) {
+template <int kNTiles> __device__ void hide_unseen(float (&acc)[kNTiles][4], int n, uint32_t word, float hidden = -INFINITY) {
 #pragma unroll
     for (int j = 0; j < 8 && j < kNTiles; j++)
 #pragma unroll

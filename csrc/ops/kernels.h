@@ -71,8 +71,8 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
     if (p.has_score_mods() && (is_dmma || (is_sm90 && !is_backward && p.dropout_seed)))
         return (is_dmma ? "it has no" : "its forward pass has no dropout with") +
                std::string(" softcap, alibi_slopes or attn_bias");
-    if (is_sm90 && is_backward && p.bias.data) return "its backward pass has no attn_bias";
-    if (is_sm90 && is_backward && p.has_score_mods() && p.max_head_dim() > 128)
+    if (is_sm90 && is_backward && p.bias.data && !p.has_mask_alone()) return "its backward pass has no attn_bias";
+    if (is_sm90 && is_backward && (p.softcap > 0 || p.alibi_slopes) && p.max_head_dim() > 128)
         return "its backward pass has no softcap or alibi_slopes for a head_dim over 128";
     if (is_sm90 && p.bias.data)
         if (const Reason reason = why_not_tma(p.bias, p.seqlen_k)) return reason;

@@ -143,7 +143,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
             const HeadMask block_mask(p.block_mask, tile.b, h);
             for (int m = 0; m < kMTiles; m++) {
                 const uint32_t word = block_mask.word_of_16<true>(key - r + 16 * m, row - c, lane_idx);
-                hide(acc_s[m], 0, word >> (row - c) % Unit::kSize / 4, 0.f);
+                hide_unseen(acc_s[m], 0, word >> (row - c) % Unit::kSize / 4, 0.f);
             }
         }
         if (!is_full) [[unlikely]]

@@ -14,6 +14,7 @@
 #include "mods/score_mods.cuh"
 #include "sm90/bwd/consumer.cuh"
 #include "sm90/bwd/launch.cuh"
+#include "sm90/mods/mask_units.cuh"
 
 namespace sm90 {
 
@@ -198,7 +199,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods, bool kChunks> s
             MaskOf<kChunks>(work.seq, p).apply_transposed(acc_s, work.blocks, block.m_block, key(work), row(block));
         if constexpr (Shape::kMasked)
             for (int u = 0; u < kUnits; u++)
-                if (block.unit[consumer][u] != Unit::kSeen) hide(acc_s[0], 8 * u, seen[u], 0.f);
+                if (block.unit[consumer][u] != Unit::kSeen) hide_unseen(acc_s[0], 8 * u, seen[u], 0.f);
         if constexpr (!kMods) {
             warpgroup_wait<0>(acc_dp);
         }
@@ -321,12 +322,15 @@ template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
                                      : f.template operator()<BwdShape<128, 2, 64, 2>>();
 }
 
-int64_t backward_workspace(const AttnBackwardParams &p) {
+int64_t backward_workspace(const AttnBackwardParams &given) {
+    const AttnBackwardParams p = with_units(given);
     if (p.max_head_dim() > 128) return backward_workspace_wide(p);
     return with_bwd_shape(p, [&]<typename Shape> { return BwdWorkspace<Shape>(p).bytes(p.deterministic); });
 }
 
-void flash_backward(const AttnBackwardParams &p) {
+void flash_backward(const AttnBackwardParams &given) {
+    if (given.has_mask_alone()) launch_pack_units(given);
+    const AttnBackwardParams p = with_units(given);
     if (p.max_head_dim() > 128) return flash_backward_wide(p);
     with_bwd_shape(p, [&]<typename Shape> {
         if (p.dtype == DType::kFloat16) launch_kernel<__half, Shape>(p);

@@ -153,7 +153,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
             exponentiate(acc[0], shared.lse_log2[stage], p.score_factor, lane_idx);
             if (!is_full)
                 Mask(work.seq, p).apply_transposed(acc, work.blocks, block.m_block, key(), row(block));
-            if (Shape::kMasked && block.unit[rank][0] != Unit::kSeen) hide(acc[0], 0, seen, 0.f);
+            if (Shape::kMasked && block.unit[rank][0] != Unit::kSeen) hide_unseen(acc[0], 0, seen, 0.f);
         }
         if constexpr (!kIsFirst) {
             warpgroup_wait<0>(acc_dq);

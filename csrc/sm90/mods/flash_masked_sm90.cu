@@ -2,8 +2,8 @@
 // each it tells the consumers which block comes next, and which units of the mask that has, so that a thread has its
 // bits of a partial unit when the scores are there. A consumer leaves out the blocks before the first and behind the
 // last one that its own 64 rows see. Between them it may meet a hidden block, of which it hides all scores.
-#include "common/block_mask.cuh"
 #include "sm90/flash_sm90.cuh"
+#include "sm90/mods/mask_units.cuh"
 
 namespace sm90 {
 
@@ -100,7 +100,7 @@ template <typename T, typename Shape> struct MaskedScores : PlainScores<T, Shape
                                  float (&alpha)[2]) {
         set_next(shared.after[kv_item % Shape::kStages]);
         return Base::exponentiate(work, blocks, at, is_full, alpha, [&] {
-            for (int u = 0; u < kUnits; u++) hide(acc_s[0], 8 * u, seen[u]);
+            for (int u = 0; u < kUnits; u++) hide_unseen(acc_s[0], 8 * u, seen[u]);
         });
     }
 
@@ -117,7 +117,9 @@ struct Masked : Plain {
     template <typename T, typename Shape> using ScorePolicy = MaskedScores<T, Shape>;
 };
 
-void flash_forward_masked(const AttnParams &p) {
+void flash_forward_masked(const AttnParams &given) {
+    if (given.has_mask_alone()) launch_pack_units(given);
+    const AttnParams p = with_units(given);
     const int head_dim = p.max_head_dim();  // tiles of whole units
     if (head_dim <= 64) return launch_fwd<Shape<64, 3, 128, 4, 2, Masked>>(p);
     if (head_dim <= 96) return launch_fwd<Shape<96, 3, 64, 4, 2, Masked>>(p);

@@ -373,7 +373,8 @@ const std::vector<Case> cases = {
 };
 
 bool is_sm90_backward(const Case &c) {
-    if (c.tiling != kSm90 || c.bias || (c.seqlen_q == 0 && !c.is_packed())) return false;
+    const bool has_mask_alone = c.bias == boolean && c.softcap == 0 && !c.has_alibi && c.dropout_p == 0 && !c.chunk;
+    if (c.tiling != kSm90 || (c.bias && !has_mask_alone) || (c.seqlen_q == 0 && !c.is_packed())) return false;
     return c.max_head_dim() <= 128 || (c.softcap == 0 && !c.has_alibi);
 }
 bool is_sm80(const Case &c) { return c.tiling == kSm80 || c.tiling == kSm80Narrow; }
