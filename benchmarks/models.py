@@ -48,8 +48,7 @@ MODEL = {
     "cuda": dict(num_hidden_layers=8, hidden_size=2048, intermediate_size=8192, num_attention_heads=16,
                  num_key_value_heads=4, head_dim=128, vocab_size=32000),
     "cpu": dict(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4,
-                num_key_value_heads=2, head_dim=16, vocab_size=128),
-}
+                num_key_value_heads=2, head_dim=16, vocab_size=128)}
 SEQLENS = {"cuda": [8192, 32768], "cpu": [64]}
 CHECKED = {"cuda": 512, "cpu": 64}  # the length at which results are compared: eager attention needs all scores at once
 PROMPT, NEW_TOKENS = 32, 8  # of the greedy generation that is compared

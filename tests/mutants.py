@@ -242,8 +242,13 @@ MUTANTS = [
     ("minimal_attn/reference/append.py", "no_room_for_the_last_row", "holds(begin + num_new <= capacity):",
      "holds(begin + num_new <= capacity + 1):",
      f"{CACHE_ERRORS} -k bad"),
+<<<<<<< HEAD
     ("minimal_attn/caches.py", "window_does_not_advance_q", "has_window = options.window != NO_WINDOW or",
      "has_window = causal or",
+=======
+    ("minimal_attn/caches.py", "window_does_not_advance_q", "max_seqlen_q = options.window != NO_WINDOW,",
+     "max_seqlen_q = causal,",
+>>>>>>> a089196 (attention_with_kvcache, which_kernel: lines of at most 120 columns; sdpa/aten.py: gradients of no rows have all keys; recorded.py: a test that ran twice counts once, and one that failed first not as passed)
      APPEND + " -k 'attention_against and not triton'"),
     ("minimal_attn/caches.py", "new_keys_are_not_seen",
      "options._replace(seqused_k=seqused_k)", "options",
