@@ -75,7 +75,8 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         NotImplementedError: also tree_mask together with cu_seqlens_q, window_size, attention_chunk, alibi_slopes or
         rotary_cos.
     """
-    given = Options(cu_seqlens_q, None, seqused_q, seqused_k, sinks, alibi_slopes, None, sm_scale, softcap,
+    given = Options(cu_seqlens_q, None, seqused_q, seqused_k, sinks, alibi_slopes,
+                    softmax_scale=sm_scale, softcap=softcap,
                     attention_chunk=attention_chunk, return_lse=return_lse)
     cache = Cache(page_table, cache_batch_idx, leftpad_k, tree_mask, num_splits, max_seqlen_q)
     append = Append(cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,

@@ -127,7 +127,8 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     if cu_seqlens_q is None:
         raise ValueError(f"{_names['function']}: {_names.get('cu_seqlens_q', 'cu_seqlens_q')} must be given; "
                          "flash_attn_func takes batches without it")
-    given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, None, softmax_scale, softcap,
+    given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes,
+                    softmax_scale=softmax_scale, softcap=softcap,
                     attention_chunk=attention_chunk, dropout_p=dropout_p, dropout_seed=dropout_seed,
                     deterministic=deterministic, return_lse=return_lse)
     if block_table is not None or page_table is not None:

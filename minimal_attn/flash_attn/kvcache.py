@@ -77,7 +77,8 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
     if is_int(cache_seqlens):
         num_new = k.shape[1] if k is not None and not is_packed else 0
         cache_seqlens = _of_each_sample(cache_seqlens, num_new, q, k_cache, table, names, cu_seqlens_q)
-    given = Options(cu_seqlens_q, None, None, cache_seqlens, sinks, alibi_slopes, None, softmax_scale, softcap,
+    given = Options(cu_seqlens_q, None, None, cache_seqlens, sinks, alibi_slopes,
+                    softmax_scale=softmax_scale, softcap=softcap,
                     attention_chunk=attention_chunk, return_lse=return_lse or return_softmax_lse)
     cache = Cache(table, cache_batch_idx, cache_leftpad, None, num_splits, max_seqlen_q)
     append = Append(cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
