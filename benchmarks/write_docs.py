@@ -306,7 +306,8 @@ def efficiency_curves(name):
 # Pictures that draw() makes, by file.
 PICTURES = {**dict.fromkeys(RUNS, run), "training.png": loss_curves, "training_16k.png": loss_curves,
             "ladder.svg": ladder_bars, "models.svg": model_bars, "serving.svg": serving_curves,
-            "../h200x2/context_parallel.svg": efficiency_curves}
+            "../h200x2/context_parallel.svg": efficiency_curves,
+            "../masks.svg": lambda name: pictures.of_gallery((ROOT / "docs/masks.md").read_text())}
 
 
 def rewritten(text):

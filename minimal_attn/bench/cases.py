@@ -170,8 +170,8 @@ class Case:
             self.tolerance = tuple(factor * allowed_error(*pair) for pair in zip(by_torch, self.truth))
 
     def inputs(self):
-        """q, k and v. Those of a packed batch are views (1, H, T, D) of memory (T, H, D), as a model has them. Those with
-        a block mask are views (B, H, S, D) of memory (B, S, H, D), which can be packed."""
+        """q, k and v. Those of a packed batch are views (1, H, T, D) of memory (T, H, D), as a model has them. With
+        a block mask they are views (B, H, S, D) of memory (B, S, H, D), which can be packed."""
         b, h, seqlen_q, d, h_k, seqlen_k = self.shape[:6]
         if self.shape.kind in MASKED:
             return [normal((b, seqlen_q, x, d), self.device, self.dtype).transpose(1, 2) for x in (h, h_k, h_k)]
