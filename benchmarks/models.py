@@ -35,9 +35,8 @@ from torch.autograd import DeviceType  # noqa: E402
 from torch.profiler import profile  # noqa: E402
 
 
-# attn_implementation of transformers, and the context of a call.
 IMPLS = {"sdpa": ("sdpa", nullcontext), "minimal_attn": ("minimal_attn", nullcontext), "activated": ("sdpa", activated)}
-EAGER = "eager", nullcontext
+EAGER = "eager", nullcontext  # attn_implementation of transformers, and the context of a call
 
 MODEL = {
     "cuda": dict(num_hidden_layers=8, hidden_size=2048, intermediate_size=8192, num_attention_heads=16,

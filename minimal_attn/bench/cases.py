@@ -408,5 +408,5 @@ class Build(Matmul):
         return shape.seqlen**2
 
     def results(self, name, out):
-        """Of torch's masks, only the blocks are known."""
+        """Torch's mask has no bits to compare."""
         return (out.to_dense()[0, 0],) if isinstance(out, BlockMask) else ()

@@ -28,8 +28,8 @@ from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, Impl
 
 HALVES = ("float16", "bfloat16")
 SCORES = ("none", "softcap", "alibi", "bias", "mask")
-# Kinds of calls: the option that each has beside a causal mask.
 MASKED = tuple(f"masked {name}" for name in MASKS)
+# Kinds of calls: the option that each has beside a causal mask.
 KINDS = ("dense", "packed", "window", "sinks", *SCORES[1:], *MASKED, "deterministic", "dropout", "pages")
 
 
@@ -122,12 +122,12 @@ mask_of_torch = functools.lru_cache(maxsize=1)(functools.partial(build_by_torch,
 
 
 def from_torch(q, k, v, call):
-    """By torch's BlockMask, in blocks of 128 x 128."""
+    """Ours with torch's BlockMask, in blocks of 128 x 128."""
     return flash_attention(q, k, v, backend="cuda", block_mask=mask_of_torch(call.mask_mod, q.shape[2], q.device))
 
 
 def native(q, k, v, call):
-    """Without a block mask."""
+    """Ours without a block mask, by options that say the same."""
     if "cu_seqlens_q" not in call.native:
         return flash_attention(q, k, v, backend="cuda", **call.native)
     packed = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))  # views

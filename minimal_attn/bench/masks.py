@@ -19,7 +19,7 @@ def documents(size, device):
 
 
 def eighth(size, device):
-    """One of eight blocks of 128 before a row's own block, drawn at random."""
+    """One of eight of the blocks of 128 before a row's own block, at random, and the past within that."""
     blocks = -(-size // 128)
     seen = (torch.rand(blocks, blocks, device=device) < 1 / 8) | torch.eye(blocks, dtype=torch.bool, device=device)
     return lambda b, h, row, col: seen[row // 128, col // 128] & (col <= row)
