@@ -1,6 +1,7 @@
-// A mask of one's own, in units of 64 rows and 64 keys. A unit is hidden from all of its rows, seen by all, or has a bit
-// for each of its scores, in the order of a warpgroup's accumulators [64, 64]: thread t has word t. Bit 16 · i + 2 · n + e
-// is for element acc[n][2 · i + e]. Kernels walk along the words that say which units are not hidden.
+// A mask of one's own, in units of 64 rows and 64 keys. All rows of a unit see all of its keys, or none, or the unit has
+// a bit for each score. The bits lie as a warpgroup holds accumulators [64, 64]: thread t has word t, and bit
+// 16 · i + 2 · n + e is for acc[n][2 · i + e]. So a kernel needs one word a thread, whatever the mask is. Other words have
+// a bit for each unit that is not hidden: kernels walk along these.
 #pragma once
 
 #include "common/mask.cuh"
@@ -90,7 +91,8 @@ struct HeadMask {
 };
 
 // Scores of tiles from n on, 8 at most, become `hidden` where the word has no bit.
-template <int kNTiles> __device__ void hide_unseen(float (&acc)[kNTiles][4], int n, uint32_t word, float hidden = -INFINITY) {
+template <int kNTiles>
+__device__ void hide_unseen(float (&acc)[kNTiles][4], int n, uint32_t word, float hidden = -INFINITY) {
 #pragma unroll
     for (int j = 0; j < 8 && j < kNTiles; j++)
 #pragma unroll

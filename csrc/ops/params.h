@@ -227,8 +227,10 @@ inline Reason set_options(AttnParams &p, const TorchTensor &q, const Options &op
         x.samples = units->size(0) == 1 ? 1 : int(p.batch_size), x.heads = units->size(1) == 1 ? 1 : p.nheads;
         x.rows = (p.seqlen_q + 63) / 64, x.keys = (p.seqlen_k + 63) / 64, x.num_bits = int(options.mask_bits->size(0));
         checks.set(x.units, "mask_units", units, {x.samples, x.heads, x.rows, x.keys});
-        checks.set(x.row_words, "mask_row_words", options.mask_row_words, {x.samples, x.heads, x.rows, (x.keys + 31) / 32});
-        checks.set(x.key_words, "mask_key_words", options.mask_key_words, {x.samples, x.heads, x.keys, (x.rows + 31) / 32});
+        checks.set(x.row_words, "mask_row_words", options.mask_row_words,
+                   {x.samples, x.heads, x.rows, (x.keys + 31) / 32});
+        checks.set(x.key_words, "mask_key_words", options.mask_key_words,
+                   {x.samples, x.heads, x.keys, (x.rows + 31) / 32});
         checks.set(x.bits, "mask_bits", options.mask_bits, {x.num_bits, 2, 128});
         p.block_mask = x;
     }

@@ -120,8 +120,10 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
             else scores.apply(acc_s);
             mask.apply(acc_s, blocks, n_block, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
             if (kMods && p.block_mask.rows)
-                for (int m = 0; m < kMTiles; m++)
-                    hide_unseen(acc_s[m], 0, block_mask.word_of_16(row0 + warp_idx * kWarpM + 16 * m, n_block * kBlockN, lane_idx));
+                for (int m = 0; m < kMTiles; m++) {
+                    const int row = row0 + warp_idx * kWarpM + 16 * m;
+                    hide_unseen(acc_s[m], 0, block_mask.word_of_16(row, n_block * kBlockN, lane_idx));
+                }
         }
         if constexpr (kMax)
             for (int i = 0; i < 2 * kMTiles; i++)
