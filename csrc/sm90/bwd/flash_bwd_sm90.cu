@@ -169,10 +169,6 @@ template <typename T, typename Shape, bool kDropout, bool kMods, bool kChunks> s
         const BwdWorkItem<Shape> &work = shared.work_of(t);
         shared.rows.consumer_wait(i);
         const RowBlock block = shared.row_block(i);
-        uint32_t seen[kUnits];
-        if constexpr (Shape::kMasked)
-            for (int u = 0; u < kUnits; u++)
-                seen[u] = word_of_unit<true>(p.block_mask, block.unit[consumer][u], thread_idx() % 128);
         if (!block.is_full) clear_tiles<kBlockM>(seen_rows(work, block.m_block), shared.sQ[stage], shared.sdO[stage]);
         warpgroup_arrive();
         multiply_abt<T>(acc_s[0], shared.sK[warp_uniform(t) % 2][consumer], shared.sQ[stage]);
@@ -199,7 +195,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods, bool kChunks> s
             MaskOf<kChunks>(work.seq, p).apply_transposed(acc_s, work.blocks, block.m_block, key(work), row(block));
         if constexpr (Shape::kMasked)
             for (int u = 0; u < kUnits; u++)
-                if (block.unit[consumer][u] != Unit::kSeen) hide_unseen(acc_s[0], 8 * u, seen[u], 0.f);
+                if (const int unit = shared.row_block(i).unit[consumer][u]; unit != Unit::kSeen)
+                    hide_unseen(acc_s[0], 8 * u, word_of_unit<true>(p.block_mask, unit, thread_idx() % 128), 0.f);
         if constexpr (!kMods) {
             warpgroup_wait<0>(acc_dp);
         }
