@@ -27,8 +27,7 @@ GOALS = [
     *((f"scores.sm90,score={score} / sm90,score=none", None, goal)
       for score, goal in (("softcap", 0.85), ("alibi", 0.85), ("bias", 0.7), ("mask", 0.8))),
     ("serving.cuda:attention_us,op=decode_step / cuda:within_us", None, 0.9),
-    ("host_forward.flash_attention / FA2", None, 1), ("host.flash_attention / cuDNN", None, 1),
-]
+    ("host_forward.flash_attention / FA2", None, 1), ("host.flash_attention / cuDNN", None, 1)]
 
 if __name__ == "__main__":
     cells = []

@@ -136,7 +136,7 @@ template <typename T, typename Tiles, bool kMods = false> void launch_fwd(const 
 template <typename T, typename Narrow, typename Medium = Narrow, typename Wide = Narrow>
 void launch_best(const AttnParams &p, bool wide) {
     const size_t memory = max_shared_memory();
-    if (p.has_score_mods() || p.attention_chunk)
+    if (p.has_mods())
         return sizeof(Medium) <= memory ? launch_fwd<T, Medium, true>(p) : launch_fwd<T, Narrow, true>(p);
     if constexpr (std::is_same_v<T, float>)  // for 16 bits there are faster kernels
         if (wide && sizeof(Wide) <= memory) return launch_fwd<T, Wide>(p);

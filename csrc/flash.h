@@ -18,6 +18,15 @@ struct Bias {
     DType dtype;
 };
 
+// A mask in units of 64 rows and 64 keys, see common/block_mask.cuh. A size of 1 for samples or heads: shared.
+struct BlockMask {
+    const int *units;                  // [samples, heads, rows, keys]: -2 hidden, -1 seen, or the number of its bits
+    const uint32_t *row_words;         // [samples, heads, rows, keys / 32]: bit n of them: unit n is not hidden
+    const uint32_t *key_words;         // [samples, heads, keys, rows / 32]: the same transposed
+    const uint32_t *bits;              // [num_bits, 2, 128]: of units, and of transposed units
+    int samples, heads, rows, keys, num_bits;  // rows 0: there is no mask
+};
+
 struct AttnParams {
     Tensor q;   // [batch_size, nheads, seqlen_q, head_dim]
     Tensor k;   // [batch_size, nheads_k, seqlen_k, head_dim]
@@ -58,7 +67,16 @@ struct AttnParams {
     const float *alibi_slopes;   // [batch_size, nheads], or nullptr
     int64_t alibi_batch_stride;  // 0: [nheads]
     Bias bias;                   // not in packed batches
+    BlockMask block_mask;        // not in packed batches
     bool has_score_mods() const { return softcap > 0 || alibi_slopes || bias.data; }
+    // A mask of bool, and nothing else that a block mask does not go with on Hopper.
+    bool has_mask_alone() const {
+        return bias.data && bias.dtype == DType::kBool && softcap == 0 && !alibi_slopes && !dropout_seed &&
+               !max_logits && !return_max_logits && !attention_chunk && !block_mask.rows &&
+               double(batch_size) * nheads * (seqlen_q / 64 + 1) * (seqlen_k / 64 + 1) < INT32_MAX;  // units
+    }
+    // What kernels of all GPUs have in one variant: also chunks and a block mask.
+    bool has_mods() const { return has_score_mods() || attention_chunk || block_mask.rows; }
 
     // [nheads] of lse's type, or nullptr: one more score for each row of a head, in units of softmax_scale · q·k. It
     // has no key and no value (Xiao et al., StreamingLLM, 2023; as in gpt-oss). lse includes it.

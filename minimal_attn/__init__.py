@@ -11,6 +11,7 @@ except KeyboardInterrupt:
 
 from ._build import load
 from .attention import available_backends, flash_attention, forward, triton_matmul, which_kernel
+from .block_mask import BlockMask, create_block_mask
 from .backends import ops  # noqa: F401: it has moved, as below
 from .backends.cuda import force_kernel
 from .caches import append_to_kvcache, attention_with_kvcache, reshape_and_cache
@@ -47,9 +48,9 @@ for _old, _new in _MOVED.items():
 
 
 __all__ = [
-    "AdaptiveKernelSelector", "BenchmarkResult", "BenchmarkRunner", "FlashMHA", "GPUArch", "GPUCapabilities",
+    "AdaptiveKernelSelector", "BenchmarkResult", "BenchmarkRunner", "BlockMask", "FlashMHA", "GPUArch", "GPUCapabilities",
     "activate", "activated", "append_to_kvcache", "attention_with_kvcache", "available_backends", "benchmark_fn",
-    "blockwise_attention", "check_hopper_features", "deactivate", "detect_gpu", "flash_attention",
+    "blockwise_attention", "check_hopper_features", "create_block_mask", "deactivate", "detect_gpu", "flash_attention",
     "flash_attn_combine", "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache", "force_kernel", "forward", "get_attention_config", "get_matmul_config",

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from .backends import cuda, reference, torch, triton
 from .backends.auto import auto_backend
+from .block_mask import BlockMask, with_tensors
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, NO_WINDOW, OWN, autocast, check_choice, check_dtype,
                      check_max_seqlens, check_no_derivative, check_qkv, checked_options, is_known, is_transformed,
                      wants_gradient)
@@ -45,7 +46,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
                     seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
                     alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None, attention_chunk: int = 0,
-                    return_max_logits: bool = False, **unknown) -> Tensor | tuple[Tensor, ...]:
+                    return_max_logits: bool = False, block_mask: BlockMask | None = None, **unknown) -> Tensor | tuple[Tensor, ...]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
     q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Copied, as
@@ -95,6 +96,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             tensor of two ints is taken too, but no tensor under torch.compile, since it is read.
         attention_chunk: positions i + seqlen_k - seqlen_q of rows and j of keys are in chunks of so many, and a row
             sees only keys of its own chunk, as in Llama 4; 0 is none. Together with causal and window_size.
+        block_mask: which keys each row sees, for any mask at the speed of its visible blocks: of create_block_mask, or of
+            torch.nn.attention.flex_attention's with blocks of multiples of 64. Together with all other masks; not for
+            packed batches.
         cu_seqlens_q, cu_seqlens_k: for a packed batch of B samples, whose rows lie one after the other: q is
             (1, H, Tq, D), k and v are (1, Hk, Tk, D). int32 (B + 1,), contiguous, on q's device. Sample b has the rows
             from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] to the next entry. The first entry is 0, the others
@@ -163,8 +167,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     if max_seqlen_q is not None or max_seqlen_k is not None:
         check_max_seqlens(max_seqlen_q, max_seqlen_k)
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
-                    -1, -1, attention_chunk, dropout_p, dropout_seed, return_max_logits, deterministic, autotune,
-                    q_descale, k_descale, v_descale, return_lse)
+                    -1, -1, attention_chunk, dropout_p, dropout_seed, return_max_logits, block_mask, None, None, None,
+                    deterministic, autotune, q_descale, k_descale, v_descale, return_lse)
     result = fast_path(q, k, v, given, causal, window_size, backend) if seq_lens is None else None
     if result is not None:
         return result
@@ -194,7 +198,7 @@ def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seql
     name = backend_name(backend, q, k, v, *given.differentiable)
     chosen = BACKENDS[name]
     check_dtype(q, chosen.dtypes)
-    options = checked_options(given, q, k, causal, window_size, seq_lens, names)
+    options = checked_options(with_tensors(given, q, k), q, k, causal, window_size, seq_lens, names)
     if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not
     if not chosen.has_forward_mode:  # it has kernels

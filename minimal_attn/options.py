@@ -50,7 +50,7 @@ class Lengths(NamedTuple):
 class Options(NamedTuple):
     """The one table of options: the arguments of a call beside q, k and v. A caller's become checked ones in checks.py.
 
-    The first 15 are the arguments of every op after q, k and v, as OPTIONS in csrc/ops/params.h. The ops of csrc also
+    The first 19 are the arguments of every op after q, k and v, as OPTIONS in csrc/ops/params.h. The ops of csrc also
     take deterministic, and those of triton_ref autotune and the descales. A backend takes those that it knows.
     """
 
@@ -73,6 +73,11 @@ class Options(NamedTuple):
     # int64, contiguous; None without dropout. One element, or a dropout.seed_with_origins.
     dropout_seed: Tensor | None = None
     return_max_logits: bool = False
+    # The tensors of a BlockMask (block_mask.py), or None; a caller gives the BlockMask itself as the first one.
+    mask_units: Tensor | None = None
+    mask_row_words: Tensor | None = None
+    mask_key_words: Tensor | None = None
+    mask_bits: Tensor | None = None
     deterministic: bool = False
     autotune: bool = True
     q_descale: Tensor | None = None  # of q, k and v in fp8: float32 (B, Hk), contiguous, or None
@@ -104,13 +109,13 @@ class Options(NamedTuple):
 
     @property
     def has_scores(self):
-        """Whether softcap, ALiBi or attn_bias change the scores."""
-        return self.softcap > 0 or self.alibi_slopes is not None or self.attn_bias is not None
+        """Whether softcap, ALiBi, attn_bias or a block mask change the scores."""
+        return any(x is not None for x in (self.alibi_slopes, self.attn_bias, self.mask_units)) or self.softcap > 0
 
     @property
     def tensors(self):
         """The tensors among these options. None for each that is not given."""
-        return *self[:Options._fields.index("softmax_scale")], self.dropout_seed, *self.descales
+        return *self[:Options._fields.index("softmax_scale")], self.dropout_seed, *self[BLOCK_MASK], *self.descales
 
     @property
     def floats(self):
@@ -141,6 +146,8 @@ SCORE_TENSORS = slice(*map(Options._fields.index, ("sinks", "attn_bias")))  # as
 SCORE_NUMBERS = slice(*map(Options._fields.index, ("softmax_scale", "dropout_p")))
 MASK = slice(*map(Options._fields.index, ("window_left", "dropout_p")))
 NO_MASK, CAUSAL_MASK = Options().mask, Options(window_right=0).mask
+BLOCK_MASK = slice(*map(Options._fields.index, ("mask_units", "deterministic")))
+NO_BLOCK_MASK = (None,) * 4
 DIFFERENTIABLE = "sinks", "attn_bias"  # the options that have gradients
 
 

@@ -138,9 +138,10 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
         raise NotImplementedError("backend='triton' has no backward pass for cu_seqlens with seqused_k: key ranges may "
                                   "overlap")
     # Triton 3.6 compiles it to a kernel whose dV is wrong on an H200, where its interpreter and 16 bits are right.
-    if (q.dtype == torch.float32 and options.dropout_seed is not None and options.attn_bias is not None
-            and not INTERPRETING):
-        raise NotImplementedError("backend='triton' has no backward pass in float32 for dropout with attn_bias")
+    if (q.dtype == torch.float32 and options.dropout_seed is not None and not INTERPRETING
+            and not (options.attn_bias is options.mask_units is None)):
+        raise NotImplementedError("backend='triton' has no backward pass in float32 for dropout with attn_bias or "
+                                  "block_mask")
     dq = empty_like(q) if need_dq else None
     dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
     dbias = options.attn_bias.new_empty(options.attn_bias.shape) if need_dbias else None

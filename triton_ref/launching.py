@@ -168,6 +168,7 @@ def kind_of(q, k, options):
     left, right, is_causal, is_local, _ = mask_of(options)
     kind = (is_causal, is_local, lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None,
             options.dropout_seed is not None, options.alibi_slopes is not None, options.softcap > 0,
+            options.mask_units is not None,
             bias if bias is None else (str(bias.dtype), bias.shape[2] > 1, bias.shape[3] > 1))
     sizes = () if lengths.is_packed else (q.shape[2], k.shape[2])
     if is_local:

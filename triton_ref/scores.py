@@ -27,6 +27,8 @@ class ScoreOptions(NamedTuple):
     softcap: Any
     slopes: Any  # of ALiBi
     bias: Any  # a mask in bytes
+    units: Any  # of a BlockMask (minimal_attn/block_mask.py), and its bits
+    bits: Any
 
 
 class ScoreStrides(NamedTuple):
@@ -36,6 +38,9 @@ class ScoreStrides(NamedTuple):
     head: Any
     row: Any
     key: Any
+    unit_batch: Any
+    unit_head: Any
+    unit_row: Any
     kFastTanh: Any  # a tl.constexpr, see _tanh
 
 
@@ -47,6 +52,7 @@ class Numbers(NamedTuple):
     per_unit: Any  # 1 / unit
     slope: Any  # in units
     bias: Any  # a pointer to that of row 0 and key 0
+    units: Any  # a pointer to those of row 0
     seqlen_q: Any
     seqlen_k: Any
 
@@ -64,7 +70,7 @@ def unit_of(scale, options):
     unit = tl.cast(scale, tl.float32)
     if options.softcap is not None:
         unit = tl.cast(options.softcap, tl.float32)
-    elif options.slopes is not None or options.bias is not None:
+    elif options.slopes is not None or options.bias is not None or options.units is not None:
         unit = tl.cast(1.0, tl.float32)
     return unit
 
@@ -80,14 +86,16 @@ def log2_unit(unit):
 def score_numbers(scale, options, strides, seq, h):
     """The Numbers of head h of a Sequence. scale: of q·k."""
     unit = unit_of(scale, options)
-    factor, per_unit, slope, bias = scale, 1.0, 0.0, 0
+    factor, per_unit, slope, bias, units = scale, 1.0, 0.0, 0, 0
     if options.softcap is not None:
         factor, per_unit = scale / unit, 1 / unit
     if options.slopes is not None:
         slope = tl.load(options.slopes + seq.b * strides.alibi_batch + h) * per_unit
     if options.bias is not None:
         bias = options.bias + tl.cast(seq.b, tl.int64) * strides.batch + tl.cast(h, tl.int64) * strides.head
-    return Numbers(factor, unit, per_unit, slope, bias, seq.seqlen_q, seq.seqlen_k)
+    if options.units is not None:
+        units = options.units + seq.b * strides.unit_batch + h * strides.unit_head
+    return Numbers(factor, unit, per_unit, slope, bias, units, seq.seqlen_q, seq.seqlen_k)
 
 
 @triton.jit
@@ -109,7 +117,8 @@ def online_softmax(s, row_max, row_sum, unit_log2, kExact: tl.constexpr = False,
 def capped(scores, s):
     """Turns s = q·k into factor · q·k, or into its tanh with a softcap. s is kept where nothing changes scores."""
     options = scores.options
-    if options.softcap is not None or options.slopes is not None or options.bias is not None:
+    if (options.softcap is not None or options.slopes is not None or options.bias is not None
+            or options.units is not None):
         s *= scores.numbers.factor
     if options.softcap is not None:
         s = _tanh(s, scores.strides.kFastTanh)
@@ -147,7 +156,19 @@ def shifted(scores, s, rows, cols, kIsFull: tl.constexpr = False, kClamps: tl.co
                 in_units *= scores.numbers.per_unit
             # -inf and NaN stay what they are.
             s += tl.where(bias > float("-inf"), tl.maximum(in_units, LOWEST), bias)
+    if scores.options.units is not None:
+        s = tl.where(_sees(scores, rows, cols), s, float("-inf"))
     return s
+
+
+@triton.jit
+def _sees(scores, rows, cols):
+    """Whether each row sees each key by a block mask. A unit's bits are in the order of BlockMask.bits."""
+    is_there = (rows < scores.numbers.seqlen_q) & (cols < scores.numbers.seqlen_k)
+    unit = tl.load(scores.numbers.units + rows // 64 * scores.strides.unit_row + cols // 64, mask=is_there, other=-2)
+    word = rows % 64 // 16 * 32 + rows % 8 * 4 + cols % 8 // 2
+    bits = tl.load(scores.options.bits + unit.to(tl.int64) * 256 + word, mask=unit >= 0, other=0)
+    return (unit == -1) | ((bits >> rows // 8 % 2 * 16 + cols % 64 // 8 * 2 + cols % 2) & 1 != 0)
 
 
 @triton.jit
@@ -191,7 +212,7 @@ def score_options(options):
         bias = bias.view(torch.uint8)
     elif bias is not None and bias.dtype == torch.bfloat16 and INTERPRETING:  # see launching.py
         bias = bias.float()
-    return ScoreOptions(options.softcap or None, options.alibi_slopes, bias)
+    return ScoreOptions(options.softcap or None, options.alibi_slopes, bias, options.mask_units, options.mask_bits)
 
 
 def score_strides(q, scores):
@@ -202,9 +223,11 @@ def score_strides(q, scores):
     if bias is not None:
         shared = 0, 0, None, None
         strides = [x if n == 1 else stride for n, stride, x in zip(bias.shape, bias.stride(), shared)]
+    units = scores.units
+    of_units = [None] * 3 if units is None else [0 if n == 1 else step for n, step in zip(units.shape[:3], units.stride())]
     # To 16 bits an approximation is enough.
     is_fast = scores.softcap is not None and q.itemsize < 4 and properties(q.device).capability >= 75
-    return ScoreStrides(alibi_batch, *strides, tl.constexpr(is_fast))
+    return ScoreStrides(alibi_batch, *strides, *of_units, tl.constexpr(is_fast))
 
 
 def bias_bytes(bias):

@@ -1,6 +1,6 @@
 // The folder common/ has what all kernels share. Order in common/: launch.h, device.h, sequence.cuh, mask.cuh,
 // scores.cuh, scheduler.cuh, softmax.cuh. Beside it: device.cu; counters.h, counters.cu and cache_sequence.cuh for
-// caches; key_tiles.cuh and bwd_workspace.cuh for backward passes.
+// caches; key_tiles.cuh and bwd_workspace.cuh for backward passes; block_mask.cuh.
 //
 // The CUDA runtime as kernels need it: element types, shared memory, launches. host/cuda.h has them for the CPU.
 #pragma once

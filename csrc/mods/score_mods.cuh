@@ -24,6 +24,7 @@ using device::to_float;
 #else  // host/cuda.h is there already
 using host::to_float, host::__half, host::__nv_bfloat16;
 #endif
+#include "common/block_mask.cuh"
 #include "common/sequence.cuh"
 
 // The scores of a thread: at(i, j) has row row0 + row(i) and key key0 + key(j), i < kRows and j < kCols. row() and
@@ -91,6 +92,7 @@ template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
     Sum softmax_scale, softmax_scale_log2;
     const int &seqlen_q, &seqlen_k, &b, &h;  // references: flash_sm90.cu has them in shared memory
     Bias bias;                               // without data if another part of the kernel adds it
+    const BlockMask *mask = nullptr;         // nullptr also if another part of the kernel knows it
     Sum slope;                               // ALiBi's slope / unit
     int shift;                               // seqlen_k - seqlen_q
 
@@ -154,10 +156,16 @@ template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
                 tile.at(i, j) -= slope * fabs(distance + Sum(tile.row(i) - tile.key(j)));
             });
         }
-        if (!bias.data) return;
-        if (bias.dtype == DType::kBool) add_bias<bool>(tile);
-        else if (bias.dtype == DType::kFloat32) add_bias<float>(tile);
-        else add_bias<T>(tile);
+        if (bias.data) {
+            if (bias.dtype == DType::kBool) add_bias<bool>(tile);
+            else if (bias.dtype == DType::kFloat32) add_bias<float>(tile);
+            else add_bias<T>(tile);
+        }
+        if (!mask) return;
+        const HeadMask of_head(*mask, b, h);
+        for_each(tile, [&](int i, int j) {
+            if (!of_head.sees(tile.row0 + tile.row(i), tile.key0 + tile.key(j))) tile.at(i, j) = -INFINITY;
+        });
     }
     template <typename Element, typename Tile> __device__ void add_bias(const Tile &tile) const {
         auto *of_head = static_cast<const Element *>(bias.data) + b * bias.batch_stride + h * bias.head_stride;

@@ -44,7 +44,8 @@ inline Output run_forward(AttnParams p, const TorchTensor &q, const TorchTensor 
     if (p.return_max_logits) p.max_logits = max_logits.emplace(make_like(lse)).data_ptr();
     if (q.numel() == 0) return {out, lse, max_logits, {}};
     const auto [kernel, slow_because] = choose(p, q, false);
-    const bool do_tiles_differ = p.cu_seqlens_q || p.seqused_q || p.seqused_k || p.has_mask();
+    const bool do_tiles_differ = p.cu_seqlens_q || p.seqused_q || p.seqused_k || p.has_mask() || p.block_mask.rows ||
+                                 p.has_mask_alone();
     if (kernel == Kernel::kSm90 && do_tiles_differ) {
         tile_counter = make_empty({1}, ScalarType::Int, q);
         p.tile_counter = static_cast<int *>(tile_counter->data_ptr());

@@ -31,6 +31,11 @@ void launch_backward(AttnBackwardParams &p, const TorchTensor &k, const TorchTen
         unneeded_dk = new_like(k), unneeded_dv = new_like(v);
         p.dk = tensor_of(*unneeded_dk, kBHSD, p.cu_seqlens_k), p.dv = tensor_of(*unneeded_dv, kBHSD, p.cu_seqlens_k);
     }
+    OptionalTensor mask_words;
+    if (const int64_t words = is_sm90 ? sm90::num_mask_words(p) : 0) {
+        mask_words = make_empty({words}, ScalarType::Int, k);
+        p.mask_words = static_cast<uint32_t *>(mask_words->data_ptr());
+    }
     const int64_t bytes = is_sm90 ? sm90::backward_workspace(p) : sm80::backward_workspace(p);
     const TorchTensor workspace = make_empty({bytes}, ScalarType::Byte, k);
     p.workspace = workspace.data_ptr();

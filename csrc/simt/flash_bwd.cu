@@ -288,7 +288,7 @@ void flash_backward(const AttnBackwardParams &p) {
             else if (p.max_head_dim() <= 128) launch_bwd<T, BwdTiles128<Sum<T>>, kMods>(p);
             else launch_bwd<T, BwdTiles256<Sum<T>>, kMods>(p);
         };
-        p.has_score_mods() || p.attention_chunk ? run.template operator()<true>() : run.template operator()<false>();
+        p.has_mods() ? run.template operator()<true>() : run.template operator()<false>();
     });
     if (p.dbias.data) bias_backward(p);
 }

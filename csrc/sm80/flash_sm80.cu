@@ -58,6 +58,13 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     const int row0 = tile.block * kBlockM, warp_row = row0 + warp_idx * kWarpM + lane_idx / 4;  // this lane's first row
     BlockRange blocks = Mask(seq, p).template key_blocks<kBlockM, kBlockN>(row0);
     if (kMods || !scores.is_raw) blocks.full_end = 0;  // no block is left as it is
+    const HeadMask block_mask(p.block_mask, tile.b, tile.h);
+    auto block_from = [&](int n_block) {  // the first that a block mask does not hide
+        if (!kMods || !p.block_mask.rows) return n_block;
+        constexpr int kUnitsM = kBlockM / Unit::kSize, kUnitsN = kBlockN / Unit::kSize;
+        return block_mask.template keys_of<kUnitsM, kUnitsN>(tile.block * kUnitsM).first(n_block, blocks.end);
+    };
+    blocks.begin = block_from(blocks.begin);
 
     const int row = thread_idx() / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
     const uint32_t copy_offset = Swizzle::offset(row, vec);
@@ -71,8 +78,13 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
         load_tile<kBlockN, kHeadDim, kNThreads>(shared_address(to) + copy_offset, from, row_stride,
                                                 seq.seqlen_k - n_block * kBlockN - row, cols(head_dim), begin);
     };
-    auto load_k = [&](int n_block) { load_kv(sK, gK, p.k.row_stride, p.head_dim, n_block); };
-    auto load_v = [&](int n_block, int begin = INT_MIN) {
+    // After the block before that, gK and gV are at `at`.
+    auto load_k = [&](int n_block, int at) {
+        gK += int64_t(n_block - at) * kBlockN * p.k.row_stride;
+        load_kv(sK, gK, p.k.row_stride, p.head_dim, n_block);
+    };
+    auto load_v = [&](int n_block, int at, int begin = INT_MIN) {
+        gV += int64_t(n_block - at) * kBlockN * p.v.row_stride;
         load_kv(sV, gV, p.v.row_stride, p.head_dim_v, n_block, begin);
     };
 
@@ -86,26 +98,32 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     if (blocks.begin < blocks.end) {
         load_tile<kBlockM, kHeadDim, kNThreads>(shared_address(sQ) + copy_offset, gQ, p.q.row_stride,
                                                 seq.seqlen_q - row0 - row, cols(p.head_dim));
-        load_k(blocks.begin);
+        load_k(blocks.begin, blocks.begin);
         const int first_key = Mask(seq, p).keys(row0).begin;  // V of unseen keys becomes 0: 0 · NaN is NaN
-        if (first_key <= key0) load_v(blocks.begin);
-        else load_v(blocks.begin, first_key - key0 - row);
+        if (first_key <= key0) load_v(blocks.begin, blocks.begin);
+        else load_v(blocks.begin, blocks.begin, first_key - key0 - row);
     }
     cp_async_wait<1>();
     __syncthreads();  // Q and K have arrived
-    for (int n_block = blocks.begin; n_block < blocks.end; n_block++) {
+    for (int n_block = blocks.begin, next; n_block < blocks.end; n_block = next) {
+        next = block_from(n_block + 1);
         float acc_s[kMTiles][kNTiles][4] = {};
         multiply_abt<T, kHeadDim>(acc_s, q_address, k_address);
 
         cp_async_wait<0>();
         __syncthreads();  // V has arrived, K has been read
-        if (n_block + 1 < blocks.end) load_k(n_block + 1);
+        if (next < blocks.end) load_k(next, n_block + 1);
 
         if (!blocks.is_full(n_block)) {
             if constexpr (kMods)
                 mods.apply(score_tile(acc_s, warp_row, n_block * kBlockN + lane_idx % 4 * 2));
             else scores.apply(acc_s);
             mask.apply(acc_s, blocks, n_block, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
+            if (kMods && p.block_mask.rows)
+                for (int m = 0; m < kMTiles; m++) {
+                    const int row = row0 + warp_idx * kWarpM + 16 * m;
+                    hide_unseen(acc_s[m], 0, block_mask.word_of_16(row, n_block * kBlockN, lane_idx));
+                }
         }
         if constexpr (kMax)
             for (int i = 0; i < 2 * kMTiles; i++)
@@ -124,7 +142,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
         }
         cp_async_wait<0>();
         __syncthreads();  // K has arrived, V has been read
-        if (n_block + 1 < blocks.end) load_v(n_block + 1);
+        if (next < blocks.end) load_v(next, n_block + 1);
     }
 
     if constexpr (kMax) {
@@ -161,7 +179,7 @@ template <typename T, bool kMods> void dispatch(const AttnParams &p) {
 }
 
 template <typename T> void dispatch(const AttnParams &p) {
-    p.has_score_mods() || p.attention_chunk || p.max_logits ? dispatch<T, true>(p) : dispatch<T, false>(p);
+    p.has_mods() || p.max_logits ? dispatch<T, true>(p) : dispatch<T, false>(p);
 }
 
 void flash_forward(const AttnParams &p) {

@@ -54,7 +54,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
         skip_blocks(work, n_block, max(blocks.end, n_block_min));  // 64 rows without keys have no blocks
         if (!__any_sync(~0u, blocks.begin < blocks.end)) return;  // shows the compiler that a warp agrees
         const int warp_row = row0 + 16 * warp_idx, row = warp_row + lane_idx / 4;
-        typename Base::Walk walk(work, blocks, num_full, n_block);
+        auto walk = this->begin_walk(work, blocks, num_full, n_block);
         this->prefetch(work, walk.n_block, row);
         shared.k.consumer_wait(kv_item);
         warpgroup_arrive();
@@ -90,14 +90,15 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
         multiply_ab<T>(acc_o[0], P, shared.sV[warp_uniform(kv_item) % kStages]);
         warpgroup_wait<0>(acc_o[0], P);
         shared.v.consumer_release(kv_item++, lane_idx);
-        n_block = blocks.begin - 1;
+        n_block = walk.block_after_last();
         skip_blocks(work, n_block, n_block_min);
     }
 
-    // For blocks from n_block down to `end`, which only other consumers need.
+    // For blocks from n_block down to `end`, which only other consumers need. n_block becomes the one after them.
     __device__ void skip_blocks(const WorkItem &work, int &n_block, int end) {
-        for (; n_block >= end; n_block--, kv_item++) {
+        for (; n_block >= end; kv_item++) {
             shared.k.consumer_wait(kv_item);
+            const int next = this->block_after(n_block);
             __syncwarp();
             shared.k.consumer_release(kv_item, lane_idx);
             this->skip_block();
@@ -105,6 +106,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
             clear_v(work, n_block);
             __syncwarp();
             shared.v.consumer_release(kv_item, lane_idx);
+            n_block = next;
         }
     }
 
@@ -204,6 +206,7 @@ template <typename Shape> void launch_fwd(typename Shape::Input p) {
 void flash_forward_mods(const AttnParams &p);        // sm90/mods/: changed scores
 void flash_forward_dropout(const AttnParams &p);     // sm90/mods/: dropout alone
 void flash_forward_max_logits(const AttnParams &p);  // sm90/mods/: max_logits, attention_chunk, or both alone
+void flash_forward_masked(const AttnParams &p);      // sm90/mods/: a block mask alone
 
 // run<Shape>() for a head_dim; TMA pads with zeros. Three consumers hide one another's softmax better than two and load
 // K and V less often, if a thread's S, P and O fit its 160 registers.

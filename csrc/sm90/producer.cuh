@@ -75,6 +75,7 @@ template <typename Shape> struct alignas(16) WorkItem {
     // The walk begins at the last block, which may need a mask.
     __device__ int first_block() const { return n_block_max - 1; }
     __device__ int block_after(int n_block) const { return n_block - 1; }
+    __device__ int num_blocks() const { return n_block_max - n_block_min; }
     __device__ void extend(const Shape::Input &) {}
 };
 
@@ -96,6 +97,8 @@ template <typename Shape> struct SharedMemory {
         found.init(Shape::KeyBlocks::kLoaders);
         fence_mbarrier_init();
     }
+    // Tells consumers which block comes after the item's.
+    __device__ void announce(const Shape::Input &, uint32_t, const Shape::WorkItem &, int) {}
     template <typename Keys>
     __device__ void load_more(const Shape::Input &, uint32_t, const Shape::WorkItem &, const Keys &) {}
 };
@@ -196,17 +199,19 @@ __device__ void load_tiles(const Params<Shape> &p, typename Shape::SharedMemory 
         }
         // When n_next blocks are left, find_tiles() may overwrite the oldest work item: consumers have released a later
         // Q. One of two warps has not waited for that, but find_tiles() waits for both.
-        const int num_blocks = work.n_block_max - work.n_block_min, n_next = min(num_blocks, kAhead + 1);
+        const int num_blocks = work.num_blocks(), n_next = min(num_blocks, kAhead + 1);
         int n_block = work.first_block();
         typename Shape::KeyBlocks keys(p, work.tile, work.seq, n_block);
         if (num_blocks <= 0) shared.found.consumer_release(q_item, lane_idx);
 #pragma unroll 1
-        for (int n_left = num_blocks; n_left > 0; n_left--, n_block = work.block_after(n_block), kv_item++) {
+        for (int n_left = num_blocks, next; n_left > 0; n_left--, n_block = next, kv_item++) {
             const uint32_t stage = kv_item % Shape::kStages;
+            next = work.block_after(n_block);
             keys.find(n_block);
             if (n_left == n_next) shared.found.consumer_release(q_item, lane_idx);
             if constexpr (kKeys) {
                 shared.k.producer_acquire(kv_item);
+                shared.announce(p, kv_item, work, next);
                 keys.load(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item));
             }
             shared.load_more(p, kv_item, work, keys);

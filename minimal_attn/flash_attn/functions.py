@@ -11,7 +11,7 @@ from ..attention import attend, fast_path
 from ..caches import attend_cached
 from ..checks import (NO_WINDOW, autocast, check_max_seqlens, check_number, check_tensor, check_tensor_of, out_dtype,
                       same_sizes, shown, wants_gradient)
-from ..options import Append, Cache, Options
+from ..options import NO_BLOCK_MASK, Append, Cache, Options
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 # Names of arguments and functions in errors, as in checks.py. _names are those of a function that calls another one.
@@ -62,7 +62,8 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(_names, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     given = Options(None, None, None, None, sinks, alibi_slopes, None, softmax_scale, softcap, -1, -1, attention_chunk,
-                    dropout_p, dropout_seed, False, deterministic, True, q_descale, k_descale, v_descale, return_lse)
+                    dropout_p, dropout_seed, False, *NO_BLOCK_MASK, deterministic, True, q_descale, k_descale, v_descale,
+                    return_lse)
     if out is qv is score_mod is mask_mod is aux_tensors is None:
         result = fast_path(q, k, v, given, causal, window_size, backend, True)
         if result is not None:
@@ -113,8 +114,8 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     check_max_seqlens(max_seqlen_q, max_seqlen_k, _names)
     return_lse = return_lse or return_softmax_lse or return_attn_probs
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, None, softmax_scale, softcap,
-                    -1, -1, attention_chunk, dropout_p, dropout_seed, False, deterministic, True, q_descale, k_descale,
-                    v_descale, return_lse)
+                    -1, -1, attention_chunk, dropout_p, dropout_seed, False, *NO_BLOCK_MASK, deterministic, True,
+                    q_descale, k_descale, v_descale, return_lse)
     if (block_table is page_table is out is qv is score_mod is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k
             is gather_kv_indices is None):
         result = fast_path(q, k, v, given, causal, window_size, backend, True)

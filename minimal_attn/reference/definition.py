@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
+from ..block_mask import BlockMask, with_tensors
 from ..checks import check_max_seqlens, check_number, check_qkv, checked_options, sum_dtype
 from ..options import Options
 from .dropout import keep_mask, keep_scale
@@ -40,7 +41,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
                         max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
                         seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
                         alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None, attention_chunk: int = 0,
-                        return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
+                        return_max_logits: bool = False, block_mask: BlockMask | None = None) -> Tensor | tuple[Tensor, ...]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
     The same function as flash_attention, which describes arguments, results and errors: of q (B, H, Sq, D) and k, v
@@ -51,8 +52,8 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     check_max_seqlens(max_seqlen_q, max_seqlen_k)
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
                     attention_chunk=attention_chunk, dropout_p=dropout_p, dropout_seed=dropout_seed,
-                    return_max_logits=return_max_logits)
-    options = checked_options(given, q, k, causal, window_size, seq_lens)
+                    return_max_logits=return_max_logits, mask_units=block_mask)
+    options = checked_options(with_tensors(given, q, k), q, k, causal, window_size, seq_lens)
     out, lse, *more = reference_forward(*(x if q.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), options)
     result = [x if q.ndim == 4 else x.squeeze(1) for x in ((out, lse, *more) if return_lse else (out, *more))]
     return tuple(result) if len(result) > 1 else result[0]

@@ -105,7 +105,7 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
         max_seqlen_k = total if longest is None else longest
     if longest is not None and max_seqlen_k < longest:
         raise ValueError(f"max_seqlen_k must be at least the largest of seqused_k, {longest}, got {max_seqlen_k}")
-    capacity = torch.sym_max(torch.sym_min(max_seqlen_k, total), 1)
+    capacity = _clamped(max_seqlen_k, total)
     bounds = pad(seqlen.clamp(max=capacity).cumsum(0), (1, 0))
     sample, row, _ = places_of_rows(bounds[:-1], seqlen, batch_size * capacity)
     # Rows after the last sample are copies of any keys: no row of q sees them, and their gradients are 0.
@@ -117,6 +117,12 @@ def with_own_keys(k, v, lengths, max_seqlen_k):
         k, v = k * factor, v * factor
     k, v = (x.transpose(0, 1)[None] for x in (k, v))
     return k, v, lengths._replace(cu_seqlens_k=bounds.int(), seqused_k=None)
+
+
+def _clamped(size, limit):
+    """max(1, min(size, limit)) without a guard while torch traces. Dynamo of torch 2.11 takes no sym_min of ints."""
+    size = size if is_known(size <= limit) else limit if is_known(limit <= size) else torch.sym_min(size, limit)
+    return size if is_known(size >= 1) else 1 if is_known(size <= 1) else torch.sym_max(size, 1)
 
 
 # These two are ops, since torch.compile would make atomics of what is in the second one, and Dynamo of torch 2.11 loses

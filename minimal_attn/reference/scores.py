@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from ..block_mask import dense_of
 from ..checks import is_known, sum_dtype, wants_gradient
 from ..options import NO_MASK
 
@@ -45,7 +46,11 @@ def visible_keys(seqlen_q, seqlen_k, options, device):
 
 
 def as_attn_mask(q, k, options, visible):
-    """SDPA's attn_mask of ALiBi, attn_bias and visible keys: None, bool or float, broadcastable to (B, H, Sq, Sk)."""
+    """SDPA's attn_mask of ALiBi, attn_bias, a block mask and visible keys: None, bool or float, broadcastable to
+    (B, H, Sq, Sk)."""
+    if options.mask_units is not None:
+        dense = dense_of(options.mask_units, options.mask_bits, q.shape[2], k.shape[2])
+        visible = dense if visible is None else dense & visible
     bias = None if options.attn_bias is None else without_repeats(options.attn_bias)
     if bias is not None and bias.dtype == torch.bool:
         visible, bias = bias if visible is None else bias & visible, None

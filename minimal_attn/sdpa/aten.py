@@ -73,8 +73,8 @@ def _checked(q, k, v, scale, window):
 
 
 def _with_all_keys(gradient, x):
-    """Adds zeros to the gradient of x for the last keys, which no row sees. One that is not needed is empty."""
-    if gradient.shape == x.shape or not gradient.numel():
+    """Adds zeros to the gradient of x for the last keys, which no row sees. One that is not needed is (0,)."""
+    if gradient.shape == x.shape or gradient.ndim == 1:
         return gradient
     padded = torch.zeros_like(x)
     padded[:, :, :gradient.shape[2]] = gradient

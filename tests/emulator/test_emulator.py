@@ -65,6 +65,7 @@ KERNEL_CASES = {
     "sm90/flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
                            "sm90_scale_30_96", "sm90_packed_v", "sm90_narrow_v"],
     "sm90/mods/flash_dropout_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_drop_192"],
+    "sm90/mods/flash_masked_sm90.cu": ["sm90_units", "sm90_units_causal"],
     "sm90/mods/flash_max_logits_sm90.cu": ["sm90_max", "sm90_max_scale_30", "sm90_max_packed"],
     "sm90/mods/flash_mods_sm90.cu": ["sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30",
                                      "sm90_alibi_no_keys"],

@@ -186,6 +186,14 @@ def test_cudnn(in_fp64, batch_size, heads, rows, keys, head_dim, head_dim_v, kin
     assert_alike(backward(None, *rest, scale=scale), want[2:5])  # as graphs of torch.export have it
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (2, 2, 0, 8)])
+def test_gradients_of_no_rows_have_all_keys(in_fp64, shape):
+    q, k = randn(*shape), randn(shape[0], 2, 5, 8)
+    gradients = aten.sdpa_cudnn_backward(q, q, k, k, q, randn(*shape[:3]), None, None, None, None, None, *shape[2:3], 5,
+                                         0.0, True)
+    assert [(x.shape, x.count_nonzero()) for x in gradients] == [(x.shape, 0) for x in (q, k, k)]
+
+
 @drawn
 @given(batch_size=st.integers(1, 2), nheads=st.integers(1, 3), rows=st.sampled_from([1, 5, 9, 32, 33]), keys=size,
        head_dim=size, head_dim_v=size, kind=st.sampled_from(["none", "causal", "bias", "shared bias", "hidden rows"]),

@@ -17,6 +17,7 @@
 
 #include "common/device.h"
 #include "cuda_runtime.h"
+#include "host/bits.h"
 
 #define __global__
 #define __host__
@@ -133,7 +134,6 @@ inline unsigned __ballot_sync(unsigned mask, bool x) {
     });
     return mine.all;
 }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }

@@ -7,6 +7,7 @@
 //   g++ -std=c++20 -pthread -Icsrc tests/emulator/drivers/driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu ...
 //
 // There the kernels are included; for the emulator they are linked.
+#include <list>
 #include <map>
 
 #if MINIMAL_ATTN_EMULATED
@@ -20,6 +21,7 @@ using namespace device;
 #include "sm80/flash_sm80.cu"
 #include "sm90/flash_sm90.cu"
 #include "sm90/mods/flash_dropout_sm90.cu"
+#include "sm90/mods/flash_masked_sm90.cu"
 #include "sm90/mods/flash_max_logits_sm90.cu"
 #include "sm90/mods/flash_mods_sm90.cu"
 #include "sm90/flash_dmma.cu"
@@ -44,7 +46,7 @@ using namespace simt;
 
 void forward(const Case &c, const AttnParams &p) {
 #if HAS_GPU
-    const bool has_more = p.has_score_mods() || p.attention_chunk;  // than sm90's forward pass with dropout knows
+    const bool has_more = p.has_score_mods() || p.attention_chunk || p.block_mask.rows;  // than sm90's forward pass with dropout knows
     if (is_sm80(c) || (c.tiling == kSm90 && c.dropout_p > 0 && has_more)) return sm80::flash_forward(p);
     if (c.tiling == kSm90) return sm90::flash_forward(p);
     if (c.tiling == kDmma) return dmma::flash_forward(p);

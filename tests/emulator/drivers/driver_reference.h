@@ -136,6 +136,7 @@ template <typename T> struct Tensors {
                                    size_of('K', c.seqlen_k)};
     std::vector<double> bias;
     std::optional<Buffer<char>> bias_bytes, mask_words;
+    std::list<Buffer<int>> block_mask;
     std::optional<Buffer<float>> dbias;  // of a bias that is no mask
     std::optional<Buffer<char>> workspace;
     AttnBackwardParams p{};
@@ -151,6 +152,7 @@ template <typename T> struct Tensors {
         if (c.has_alibi) slopes.randomize(0, 0, c.nheads, random), p.alibi_slopes = slopes.device;
         p.alibi_batch_stride = c.nheads, p.softcap = c.softcap;
         if (c.bias) set_bias(random);
+        if (c.has_block_mask) set_block_mask(random);
         set_backward_params();
         for (int b = 0; b < c.samples(); b++) {
             const Span rows = rows_of(b), keys = keys_of(b);
@@ -227,6 +229,50 @@ template <typename T> struct Tensors {
         if (const int64_t words = sm90::num_mask_words(p))
             p.mask_words = reinterpret_cast<uint32_t *>(mask_words.emplace(1, 1, 1, int(4 * words)).device);
 #endif
+    }
+    // Hides scores by `bias`, which kernels do not get, and makes the mask of it.
+    void set_block_mask(std::mt19937 &random) {
+        const auto [samples, heads, rows, keys] = bias_sizes;
+        p.bias.batch_stride = samples > 1 ? heads * rows * keys : 0, p.bias.head_stride = heads > 1 ? rows * keys : 0;
+        p.bias.row_stride = keys, p.bias.key_stride = 1;
+        const int64_t row_units = (rows + 63) / 64, key_units = (keys + 63) / 64;
+        const int64_t row_words = (key_units + 31) / 32, key_words = (row_units + 31) / 32;
+        std::vector<int> units, bits, of_rows(samples * heads * row_units * row_words);
+        std::vector<int> of_keys(samples * heads * key_units * key_words);
+        for (int64_t head = 0; head < samples * heads; head++) {
+            bias.resize((head + 1) * rows * keys);
+            for (int64_t i = 0; i < row_units * key_units; i++) {
+                const int64_t m = i / key_units, n = i % key_units;
+                // 0: hidden, as are 64 rows and 128 keys; 1: seen.
+                const int kind = m == 2 || n / 2 == 1 ? 0 : random() % 4;
+                units.push_back(kind < 2 ? kind - 2 : int(bits.size() / 256));
+                if (kind > 0) {
+                    of_rows[(head * row_units + m) * row_words + n / 32] |= 1 << n % 32;
+                    of_keys[(head * key_units + n) * key_words + m / 32] |= 1 << m % 32;
+                }
+                if (kind > 1) bits.resize(bits.size() + 256);
+                for (int x = 0; x < 64 * 64; x++) {
+                    const int row = x / 64, key = x % 64;
+                    const bool is_seen = kind == 1 || (kind > 1 && random() % 2);
+                    if (64 * m + row < rows && 64 * n + key < keys)
+                        bias[(head * rows + 64 * m + row) * keys + 64 * n + key] = is_seen ? 0 : -INFINITY;
+                    auto add = [&](int end, int i, int j) {
+                        const int thread = i / 16 * 32 + i % 8 * 4 + j % 8 / 2, bit = i / 8 % 2 * 16 + j / 8 * 2 + j % 2;
+                        if (is_seen) bits.end()[thread - end] |= 1 << bit;
+                    };
+                    if (kind > 1) add(256, row, key), add(128, key, row);
+                }
+            }
+        }
+        auto upload = [&](const std::vector<int> &x) {
+            auto &buffer = block_mask.emplace_back(1, 1, 1, int(x.size()));
+            copy(buffer.device, x.data(), 4 * x.size());
+            return buffer.device;
+        };
+        auto words = [&](const std::vector<int> &x) { return reinterpret_cast<uint32_t *>(upload(x)); };
+        p.block_mask = {upload(units), words(of_rows), words(of_keys), words(bits), int(samples),
+                        int(heads), int(row_units), int(key_units), int(bits.size() / 256)};
+        p.tile_counter = tile_counter.device;
     }
     double bias_at(int64_t b, int64_t h, int64_t row, int64_t key) const {
         return bias.empty() ? 0
@@ -376,7 +422,7 @@ template <typename T> struct Reference {
             const auto [b, h, h_k, i, at] = row;
             const int batch = x.batch_of(b);
             const auto [log_sum, magnitude, max_logit] = form_P(row);
-            const bool is_empty = x.is_hidden(b, h, i);
+            const bool is_empty = x.is_empty(b, i) || log_sum == -INFINITY;
             lse.add(lse.index(batch, h, at), log_sum, magnitude);
             max_logits.add(lse.index(batch, h, at), max_logit, std::max(magnitude, std::abs(max_logit)));
             const double log2_sum = is_empty ? INFINITY : log_sum / std::log(2.);
