@@ -14,7 +14,7 @@ from minimal_attn.block_mask import BlockMask, create_block_mask
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 B, H, SQ, SK = 2, 3, 333, 401
-TENSORS = "units", "row_words", "key_words", "bits", "key_bits"
+TENSORS = "units", "row_words", "key_words", "bits"
 
 
 def tensor(values):
@@ -132,7 +132,7 @@ def check_layout(mask, want):
     units, row_words, key_words = mask.units.tolist(), mask.row_words.tolist(), mask.key_words.tolist()
     assert mask.units.shape == (*want.shape[:2], 6, 7)
     assert mask.row_words.shape == (*want.shape[:2], 6, 1) and mask.key_words.shape == (*want.shape[:2], 7, 1)
-    assert mask.bits.shape == mask.key_bits.shape == (int((mask.units >= 0).sum()), 128)
+    assert mask.bits.shape == (int((mask.units >= 0).sum()), 2, 128)
     for b, h, m, n in torch.cartesian_prod(*map(torch.arange, mask.units.shape)).tolist():
         seen = want[b, h, m * 64:m * 64 + 64, n * 64:n * 64 + 64]
         unit = units[b][h][m][n]
@@ -156,15 +156,14 @@ def test_bits(name):
     """One by one. Beyond the ends they are 0."""
     mask, want = build(name), torch.zeros(B, H, 384, 448, dtype=torch.bool)
     want[:, :, :SQ, :SK] = dense(MASKS[name])
-    bits, key_bits = mask.bits.tolist(), mask.key_bits.tolist()
+    bits = mask.bits.tolist()
     for b, h, m, n in (mask.units >= 0).nonzero()[::5].tolist():
         number = mask.units[b, h, m, n]
         seen = want[b, h, m * 64:m * 64 + 64, n * 64:n * 64 + 64].tolist()
         for i in range(64):
             for j in range(64):
                 thread, bit = 32 * (i // 16) + i % 8 * 4 + j % 8 // 2, i // 8 % 2 * 16 + j // 8 * 2 + j % 2
-                assert bits[number][thread] >> bit & 1 == seen[i][j]
-                assert key_bits[number][thread] >> bit & 1 == seen[j][i]
+                assert [words[thread] >> bit & 1 for words in bits[number]] == [seen[i][j], seen[j][i]]
 
 
 def test_words_of_many_units():
@@ -235,7 +234,7 @@ def test_copies():
         other.bits.zero_()
         assert mask.bits.any()
     moved = mask.to("meta")
-    assert moved.device.type == "meta" and moved.key_bits.is_meta and moved.mask_mod is MASKS["documents"]
+    assert moved.device.type == "meta" and moved.bits.is_meta and moved.mask_mod is MASKS["documents"]
     check_same(mask.to(DEVICE), mask)
 
 
@@ -265,7 +264,7 @@ def test_num_bits():
     room = len(want.bits)
     check_same(build("random", num_bits=room), want)
     spare = build("random", num_bits=room + 5)
-    assert spare.bits.shape == spare.key_bits.shape == (room + 5, 128)
+    assert spare.bits.shape == (room + 5, 2, 128)
     assert torch.equal(spare.units, want.units) and torch.equal(spare.bits[:room], want.bits)
     with pytest.raises(ValueError, match=f"num_bits must be at least {room}, the number of partial units, got 7"):
         create_block_mask(lambda b, h, q, k: RANDOM.cpu()[b, h, q, k], B, H, SQ, SK, "cpu", num_bits=7)
