@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import max_pool2d, pad
 
-from .checks import check_tensor, is_int, shown
+from .checks import can_read, check_tensor, is_int, shown
 from .options import warn
 
 UNIT = 64  # rows of a unit, and keys
@@ -373,6 +373,8 @@ def with_tensors(given, q, k):
     block_mask = given.mask_units
     if block_mask is None:
         return given
+    if given.cu_seqlens_q is not None:
+        raise ValueError("block_mask cannot be given with cu_seqlens: write the samples into the mask")
     if not isinstance(block_mask, BlockMask):
         if block_mask not in _OF_TORCH:
             _OF_TORCH[block_mask] = BlockMask.from_torch(block_mask)
@@ -382,7 +384,10 @@ def with_tensors(given, q, k):
         raise ValueError(f"block_mask must broadcast to {sizes}, (batch size, heads, rows, keys), got {block_mask!r}")
     if block_mask.device != q.device:
         raise ValueError(f"block_mask must be on {q.device}, as q is, got {block_mask!r}")
-    if given.cu_seqlens_q is not None:
-        raise ValueError("block_mask cannot be given with cu_seqlens: write the samples into the mask")
+    if not q.is_cuda and can_read(block_mask.units):  # kernels for a GPU clamp them
+        low, high = (int(x) for x in block_mask.units.aminmax())
+        if low < EMPTY or high >= block_mask.bits.shape[0]:
+            raise ValueError(f"the numbers of the units of block_mask must be in {EMPTY}..{block_mask.bits.shape[0] - 1}, "
+                             f"got values from {low} to {high}")
     names = "mask_units", "mask_row_words", "mask_key_words", "mask_bits"
     return given._replace(**dict(zip(names, block_mask._tensors.values())))
