@@ -506,7 +506,8 @@ def test_op_clamps_numbers(impl):
     last, units = len(mask.bits) - 1, mask.units
     results = []
     for low, high in ((-2**31, 2**31 - 1), (-2, last)):
-        mask = dataclasses.replace(mask, units=torch.where(units % 3 == 0, low, torch.where(units % 3 == 1, high, units)))
+        changed = torch.where(units % 3 == 0, low, torch.where(units % 3 == 1, high, units))
+        mask = dataclasses.replace(mask, units=changed)
         given = Options.of(0.2)._replace(**dict(zip(Options._fields[7:11], mask._tensors.values())))
         results.append(forward(q, k, v, *given.of_op())[0])
     assert results[0].equal(results[1]) and results[0].abs().max() > 0
@@ -528,6 +529,16 @@ def test_mask_of_torch(impl):
     after = len(calls)
     assert after > before and attend(theirs).equal(out) and len(calls) == after
     assert out.equal(attend(build("causal_window").to(q.device)))
+
+
+def test_compiled_functions_tell_masks_of_torch_apart():
+    q, k, v = qkv("torch")
+    attend = lambda mask: flash_attention(q, k, v, block_mask=mask, backend="torch")  # noqa: E731
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    for name in ("causal", "causal_window"):
+        mask = flex_attention.create_block_mask(MASKS[name], None, None, SQ, SK, q.device)
+        want = attend(mask)
+        assert compiled(mask).equal(want)
 
 
 @each_impl
@@ -560,7 +571,7 @@ MASK = create_block_mask(MASKS["causal"], None, None, 70, 90, "cpu")
     (torch.ones(70, 90, dtype=torch.bool), TypeError, "block_mask must be a BlockMask of .*, got Tensor"),
     ([MASK], TypeError, "block_mask must be a BlockMask of .*, got list"),
     (dataclasses.replace(MASK, units=MASK.units - 1), ValueError,
-     "the numbers of the units of block_mask must be in -2..1, got values from -3 to 0"),
+     "the units of block_mask must be in -2..1, got values from -3 to 0"),
     (dataclasses.replace(MASK, units=MASK.units + 2), ValueError, "must be in -2..1, got values from 0 to 3"),
 ])
 def test_bad_masks(wrong, error, text):

@@ -198,7 +198,7 @@ def window_of(batch):
 
 
 def by_loop(batch, q, k, v, sinks=None, alibi_slopes=None, attn_bias=None, seen=None):
-    """(out, lse, max_logits) in fp64, one sample after the other. seen: a mask (B, H, Sq, Sk), where there is one more."""
+    """(out, lse, max_logits) in fp64, one sample after the other. seen: one more mask, (B, H, Sq, Sk), or None."""
     q, k, v = (x.double() for x in (q, k, v))
     sinks = q.new_full((batch.H,), -math.inf) if sinks is None else sinks.double()
     out, lse = q.new_zeros(batch.shapes()[3]), q.new_full(q.shape[:3], -math.inf)
