@@ -454,7 +454,7 @@ def test_3d_input(impl):
     k, v = (randn(B, H, SK, 16, seed=seed, device=device, dtype=q.dtype) for seed in (1, 2))
     want = flash_attention(q, k, v, block_mask=mask, backend=backend)
     got = flash_attention(*(x.flatten(0, 1) for x in (q, k, v)), block_mask=flat, backend=backend)
-    assert got.equal(want.flatten(0, 1))
+    close(got, want.flatten(0, 1).double(), TOLERANCE[q.dtype])
 
 
 @each_impl
