@@ -356,8 +356,8 @@ def _check_mask_mod(mask_mod, device):
     try:
         seen = _over_boxes(mask_mod, first[0], first[0], first, first)
     except (RuntimeError, ValueError) as error:
-        raise TypeError(f"mask_mod must return a tensor, made of tensors on {device} by what torch.vmap takes, which is "
-                        f"no `if` on values: {error}") from error
+        raise TypeError(f"mask_mod must return a tensor, made of tensors on {device} by what torch.vmap takes, which "
+                        f"is no `if` on values: {error}") from error
     if seen.dtype != torch.bool:
         raise TypeError(f"mask_mod must return a tensor of bool, got {seen.dtype}")
     if seen.ndim != 3:
