@@ -383,9 +383,9 @@ def test_errors(wrong, error, text):
 
 WITHOUT_MASKS = "triton",
 MASKED = [impl for impl in IMPLS if impl not in WITHOUT_MASKS]
-each_impl = pytest.mark.parametrize("impl", MASKED)
-each_kernel = pytest.mark.parametrize("impl", [impl for impl in MASKED if impl in KERNELS])
-GATE = "nothing", "per_head_window", "documents_with_prefixes"
+each_impl, each_kernel = (pytest.mark.parametrize("impl", [
+    pytest.param(impl, marks=slow_unless(HAS_GPU or impl != "triton")) for impl in MASKED if impl in impls])
+    for impls in (MASKED, KERNELS))
 ANY = (None, None)  # samples and heads of a mask that depends on neither
 # The name of a mask, its samples and heads, and what changes in the batch.
 CASES = {
@@ -421,14 +421,13 @@ def check_masked(impl, name, sizes=(B, H), changes=(), **options):
 
 @pytest.mark.parametrize("D", [64, 128, 256] if HAS_GPU else [8])
 @pytest.mark.parametrize("impl, name", [
-    pytest.param(impl, name, marks=slow_unless(HAS_GPU or name == "random" or impl == "cuda:host" and name in GATE))
-    for impl in MASKED for name in MASKS])
+    pytest.param(impl, name, marks=slow_unless(HAS_GPU or name == "random")) for impl in MASKED for name in MASKS])
 def test_attention(impl, name, D, poisoned_outputs):
     check_masked(impl, name, changes=dict(D=D))
 
 
 @pytest.mark.parametrize("impl, case", [
-    pytest.param(impl, case, marks=slow_unless(HAS_GPU or impl == "cuda:host" and case in ("lengths", "all")))
+    pytest.param(impl, case, marks=slow_unless(HAS_GPU or impl == "cuda:host" and case in ("window", "all")))
     for impl in MASKED for case in CASES if impl != "cuda:sm90" or case not in NOT_OF_SM90])
 def test_attention_with_other_options(impl, case, poisoned_outputs):
     check_masked(impl, *CASES[case], deterministic=True)
@@ -466,7 +465,7 @@ def test_no_samples(impl):
 
 
 @pytest.mark.parametrize("impl, is_captured", [
-    pytest.param(impl, is_captured, marks=slow_unless(impl == "torch" if is_captured else impl == "cuda:host"))
+    pytest.param(impl, is_captured, marks=slow_unless(impl == "cuda:host" and not is_captured))
     for impl in MASKED for is_captured in (False, True)])
 def test_compile_fullgraph(impl, is_captured):
     backend, device = IMPLS[impl]
