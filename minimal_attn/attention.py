@@ -46,7 +46,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
                     seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
                     alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None, attention_chunk: int = 0,
-                    return_max_logits: bool = False, block_mask: BlockMask | None = None, **unknown) -> Tensor | tuple[Tensor, ...]:
+                    return_max_logits: bool = False, block_mask: BlockMask | None = None,
+                    **unknown) -> Tensor | tuple[Tensor, ...]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
     q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Copied, as
@@ -96,9 +97,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             tensor of two ints is taken too, but no tensor under torch.compile, since it is read.
         attention_chunk: positions i + seqlen_k - seqlen_q of rows and j of keys are in chunks of so many, and a row
             sees only keys of its own chunk, as in Llama 4; 0 is none. Together with causal and window_size.
-        block_mask: which keys each row sees, for any mask at the speed of its visible blocks: of create_block_mask, or of
-            torch.nn.attention.flex_attention's with blocks of multiples of 64. Together with all other masks; not for
-            packed batches.
+        block_mask: which keys each row sees, for any mask at the speed of its visible blocks: of create_block_mask, for
+            B or 1 samples, H or 1 heads (B·H or 1 and 1 for 3D input), Sq rows and Sk keys, on q's device. Or of
+            torch.nn.attention.flex_attention, with blocks of multiples of 64: BlockMask.from_torch converts it at its
+            first call, which must not be one under torch.compile(fullgraph=True). Together with all other masks. What
+            it hides must be finite, as with attn_bias. Not for packed batches.
         cu_seqlens_q, cu_seqlens_k: for a packed batch of B samples, whose rows lie one after the other: q is
             (1, H, Tq, D), k and v are (1, Hk, Tk, D). int32 (B + 1,), contiguous, on q's device. Sample b has the rows
             from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] to the next entry. The first entry is 0, the others
@@ -153,8 +156,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, an argument of the
             wrong type, or an unknown keyword. The error says what torch's and flash-attn's keywords are called here.
         ValueError: a wrong shape, device or value of an argument; alibi_slopes that require grad; seq_lens together
-            with cu_seqlens or seqused; attn_bias together with cu_seqlens or float8; or a forced kernel that cannot
-            serve the call.
+            with cu_seqlens or seqused; attn_bias or block_mask together with cu_seqlens; attn_bias together with
+            float8; or a forced kernel that cannot serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: a derivative that the backend does not have. float8 has no gradients with "triton"; "cuda"
             and "triton" have no forward-mode and no second derivatives.

@@ -6,7 +6,6 @@ are evaluated part by part: everywhere, to find the states of units, and again i
 """
 
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import max_pool2d, pad
 
-from .checks import check_tensor, is_int, shown
+from .checks import can_read, check_tensor, is_int, shown
 from .options import warn
 
 UNIT = 64  # rows of a unit, and keys
@@ -41,8 +40,8 @@ class BlockMask:
     units: Tensor  # (Bm, Hm, M, N): EMPTY, FULL, or the number of the unit's bits, from 0 on
     row_words: Tensor  # (Bm, Hm, M, ceil(N / 32)): bit n % 32 of word n // 32 says that unit (m, n) is not empty
     key_words: Tensor  # (Bm, Hm, N, ceil(M / 32)): bit m % 32 of word m // 32 says that unit (m, n) is not empty
-    # (P, 2, 128), P no less than there are partial units: a word for each thread of a warpgroup that holds the unit as the
-    # accumulator of a 64 x 64 product. Thread row // 16 * 32 + row % 8 * 4 + key % 8 // 2 has bit
+    # (P, 2, 128), P no less than there are partial units: a word for each thread of a warpgroup that holds the unit as
+    # the accumulator of a 64 x 64 product. Thread row // 16 * 32 + row % 8 * 4 + key % 8 // 2 has bit
     # row // 8 % 2 * 16 + key // 8 * 2 + key % 2, which says that the row sees the key.
     # The second 128 have row and key exchanged, for the backward pass, whose accumulators are [keys, rows].
     bits: Tensor
@@ -357,15 +356,12 @@ def _check_mask_mod(mask_mod, device):
     try:
         seen = _over_boxes(mask_mod, first[0], first[0], first, first)
     except (RuntimeError, ValueError) as error:
-        raise TypeError(f"mask_mod must return a tensor, made of tensors on {device} by what torch.vmap takes, which is no "
-                        f"`if` on values: {error}") from error
+        raise TypeError(f"mask_mod must return a tensor, made of tensors on {device} by what torch.vmap takes, which "
+                        f"is no `if` on values: {error}") from error
     if seen.dtype != torch.bool:
         raise TypeError(f"mask_mod must return a tensor of bool, got {seen.dtype}")
     if seen.ndim != 3:
         raise ValueError(f"mask_mod must return a tensor without dimensions, got one of shape {tuple(seen.shape[3:])}")
-
-
-_OF_TORCH = weakref.WeakKeyDictionary()  # BlockMasks of torch's
 
 
 def with_tensors(given, q, k):
@@ -373,16 +369,21 @@ def with_tensors(given, q, k):
     block_mask = given.mask_units
     if block_mask is None:
         return given
+    if given.cu_seqlens_q is not None:
+        raise ValueError("block_mask cannot be given with cu_seqlens: write the samples into the mask")
     if not isinstance(block_mask, BlockMask):
-        if block_mask not in _OF_TORCH:
-            _OF_TORCH[block_mask] = BlockMask.from_torch(block_mask)
-        block_mask = _OF_TORCH[block_mask]
+        if not hasattr(block_mask, "_minimal_attn"):  # an attribute: Dynamo would not look into a dict again
+            block_mask._minimal_attn = BlockMask.from_torch(block_mask)
+        block_mask = block_mask._minimal_attn
     sizes = *(q.shape[:2] if q.ndim == 4 else (q.shape[0], 1)), q.shape[-2], k.shape[-2]
     if block_mask.shape[2:] != sizes[2:] or any(n not in (1, size) for n, size in zip(block_mask.shape, sizes)):
         raise ValueError(f"block_mask must broadcast to {sizes}, (batch size, heads, rows, keys), got {block_mask!r}")
     if block_mask.device != q.device:
         raise ValueError(f"block_mask must be on {q.device}, as q is, got {block_mask!r}")
-    if given.cu_seqlens_q is not None:
-        raise ValueError("block_mask cannot be given with cu_seqlens: write the samples into the mask")
+    if not q.is_cuda and can_read(block_mask.units):  # kernels for a GPU clamp them
+        low, high = (int(x) for x in block_mask.units.aminmax())
+        if low < EMPTY or high >= block_mask.bits.shape[0]:
+            raise ValueError(f"the units of block_mask must be in {EMPTY}..{block_mask.bits.shape[0] - 1}, got values "
+                             f"from {low} to {high}")
     names = "mask_units", "mask_row_words", "mask_key_words", "mask_bits"
     return given._replace(**dict(zip(names, block_mask._tensors.values())))

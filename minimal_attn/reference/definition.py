@@ -41,7 +41,8 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
                         max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
                         seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
                         alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None, attention_chunk: int = 0,
-                        return_max_logits: bool = False, block_mask: BlockMask | None = None) -> Tensor | tuple[Tensor, ...]:
+                        return_max_logits: bool = False,
+                        block_mask: BlockMask | None = None) -> Tensor | tuple[Tensor, ...]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
     The same function as flash_attention, which describes arguments, results and errors: of q (B, H, Sq, D) and k, v

@@ -1,20 +1,28 @@
 """Block masks: masks that people share, against what their functions give for all rows and keys at once; the layout bit
-by bit, against a plain loop; torch's BlockMask; copies and errors."""
+by bit, against a plain loop; torch's BlockMask; copies and errors. Then attention with them, against test_lengths.py's
+loop over samples in fp64."""
 
 import copy
+import dataclasses
+import math
 import pickle
 
 import pytest
 import torch
 from torch.nn.attention import flex_attention
+from torch.testing import assert_close
 
-from conftest import HAS_GPU
-from minimal_attn import block_mask
-from minimal_attn.block_mask import BlockMask, create_block_mask
+from cases import compiler_for, slow_unless
+from conftest import HAS_GPU, captured
+from minimal_attn import block_mask, flash_attention, reference_attention
+from minimal_attn.block_mask import BlockMask, create_block_mask, with_tensors
+from minimal_attn.options import Options
+from test_lengths import DTYPES, IMPLS, KERNELS, TOLERANCE, check_batch, close, op_of
+from test_scores import Scored, randn
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 B, H, SQ, SK = 2, 3, 333, 401
-TENSORS = "units", "row_words", "key_words", "bits", "key_bits"
+TENSORS = "units", "row_words", "key_words", "bits"
 
 
 def tensor(values):
@@ -132,7 +140,7 @@ def check_layout(mask, want):
     units, row_words, key_words = mask.units.tolist(), mask.row_words.tolist(), mask.key_words.tolist()
     assert mask.units.shape == (*want.shape[:2], 6, 7)
     assert mask.row_words.shape == (*want.shape[:2], 6, 1) and mask.key_words.shape == (*want.shape[:2], 7, 1)
-    assert mask.bits.shape == mask.key_bits.shape == (int((mask.units >= 0).sum()), 128)
+    assert mask.bits.shape == (int((mask.units >= 0).sum()), 2, 128)
     for b, h, m, n in torch.cartesian_prod(*map(torch.arange, mask.units.shape)).tolist():
         seen = want[b, h, m * 64:m * 64 + 64, n * 64:n * 64 + 64]
         unit = units[b][h][m][n]
@@ -156,15 +164,14 @@ def test_bits(name):
     """One by one. Beyond the ends they are 0."""
     mask, want = build(name), torch.zeros(B, H, 384, 448, dtype=torch.bool)
     want[:, :, :SQ, :SK] = dense(MASKS[name])
-    bits, key_bits = mask.bits.tolist(), mask.key_bits.tolist()
+    bits = mask.bits.tolist()
     for b, h, m, n in (mask.units >= 0).nonzero()[::5].tolist():
         number = mask.units[b, h, m, n]
         seen = want[b, h, m * 64:m * 64 + 64, n * 64:n * 64 + 64].tolist()
         for i in range(64):
             for j in range(64):
                 thread, bit = 32 * (i // 16) + i % 8 * 4 + j % 8 // 2, i // 8 % 2 * 16 + j // 8 * 2 + j % 2
-                assert bits[number][thread] >> bit & 1 == seen[i][j]
-                assert key_bits[number][thread] >> bit & 1 == seen[j][i]
+                assert [words[thread] >> bit & 1 for words in bits[number]] == [seen[i][j], seen[j][i]]
 
 
 def test_words_of_many_units():
@@ -235,7 +242,7 @@ def test_copies():
         other.bits.zero_()
         assert mask.bits.any()
     moved = mask.to("meta")
-    assert moved.device.type == "meta" and moved.key_bits.is_meta and moved.mask_mod is MASKS["documents"]
+    assert moved.device.type == "meta" and moved.bits.is_meta and moved.mask_mod is MASKS["documents"]
     check_same(mask.to(DEVICE), mask)
 
 
@@ -265,7 +272,7 @@ def test_num_bits():
     room = len(want.bits)
     check_same(build("random", num_bits=room), want)
     spare = build("random", num_bits=room + 5)
-    assert spare.bits.shape == spare.key_bits.shape == (room + 5, 128)
+    assert spare.bits.shape == (room + 5, 2, 128)
     assert torch.equal(spare.units, want.units) and torch.equal(spare.bits[:room], want.bits)
     with pytest.raises(ValueError, match=f"num_bits must be at least {room}, the number of partial units, got 7"):
         create_block_mask(lambda b, h, q, k: RANDOM.cpu()[b, h, q, k], B, H, SQ, SK, "cpu", num_bits=7)
@@ -370,3 +377,212 @@ ONES = torch.ones(1, 1, 3, 4, dtype=torch.bool, device=DEVICE)
 def test_errors(wrong, error, text):
     with pytest.raises(error, match=text):
         wrong()
+
+
+# Attention with them.
+
+WITHOUT_MASKS = "triton",
+MASKED = [impl for impl in IMPLS if impl not in WITHOUT_MASKS]
+each_impl, each_kernel = (pytest.mark.parametrize("impl", [
+    pytest.param(impl, marks=slow_unless(HAS_GPU or impl != "triton")) for impl in MASKED if impl in impls])
+    for impls in (MASKED, KERNELS))
+ANY = (None, None)  # samples and heads of a mask that depends on neither
+# The name of a mask, its samples and heads, and what changes in the batch.
+CASES = {
+    "causal": ("documents", ANY, dict(causal=True)),
+    "window": ("per_head_window", (None, H), dict(window=(120, 40), sm_scale=-0.3, layout="bshd")),
+    "lengths": ("prefix_lm_per_sample", (B, None), dict(seqused_q=(333, 70), seqused_k=(401, 129), layout="slice")),
+    "sinks": ("block_diffusion", ANY, dict(has_sinks=True, head_dim_v=16)),
+    "rows_without_keys": ("lengths", (B, None), dict(has_sinks=True, causal=True, head_dim_v=64, D=64)),
+    "softcap": ("longformer", ANY, dict(softcap=2.0)),
+    "alibi": ("draft_tree", ANY, dict(slopes="samples", D=32)),
+    "bias": ("random", (B, H), dict(bias=(0, 1, 0, 1))),
+    "bool_bias": ("random_blocks", (None, H), dict(bias=(1, 0, 0, 1), bias_dtype="bool")),
+    "dropout": ("neighbourhood", ANY, dict(dropout_p=0.3, seqused_k=(401, 260))),
+    "chunks_max": ("random", (B, H), dict(chunk=100, has_max=True)),
+    "all": ("random", (B, H), dict(softcap=2.0, slopes="heads", bias=(1, 1, 1, 1), causal=True, window=(300, -1),
+                                   dropout_p=0.3, has_sinks=True, seqused_k=(401, 129), has_max=True)),
+}
+NOT_OF_SM90 = "softcap", "alibi", "bias", "bool_bias", "dropout", "chunks_max", "all"
+
+
+def qkv(impl, samples=B, **options):
+    device, dtype = IMPLS[impl][1], DTYPES[impl]
+    return [randn(samples, heads, n, 16, seed=n + heads, device=device, dtype=dtype, **options).requires_grad_()
+            for heads, n in ((H, SQ), (1, SK), (1, SK))]
+
+
+def check_masked(impl, name, sizes=(B, H), changes=(), **options):
+    batch = Scored(name, **dict(rows=(SQ,) * B, keys=(SK,) * B, H=H, Hk=1, D=8, is_packed=False) | dict(changes))
+    device = IMPLS[impl][1]
+    mask = create_block_mask(MASKS[name], *sizes, SQ, SK, DEVICE).to(device)
+    check_batch(impl, batch, DTYPES[impl], seen=dense(MASKS[name]).to(device), block_mask=mask, **options)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256] if HAS_GPU else [8])
+@pytest.mark.parametrize("impl, name", [
+    pytest.param(impl, name, marks=slow_unless(HAS_GPU or name == "random")) for impl in MASKED for name in MASKS])
+def test_attention(impl, name, D, poisoned_outputs):
+    check_masked(impl, name, changes=dict(D=D))
+
+
+@pytest.mark.parametrize("impl, case", [
+    pytest.param(impl, case, marks=slow_unless(HAS_GPU or impl == "cuda:host" and case in ("window", "all")))
+    for impl in MASKED for case in CASES if impl != "cuda:sm90" or case not in NOT_OF_SM90])
+def test_attention_with_other_options(impl, case, poisoned_outputs):
+    check_masked(impl, *CASES[case], deterministic=True)
+
+
+@each_impl
+def test_rows_without_keys(impl):
+    q, k, v = qkv(impl)
+    mask = build("lengths").to(q.device)
+    out, lse = flash_attention(q, k, v, block_mask=mask, return_lse=True, backend=IMPLS[impl][0])
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    is_empty = ~mask.to_dense().any(-1)
+    assert is_empty.any() and (lse[is_empty] == -math.inf).all() and lse[~is_empty].isfinite().all()
+    assert (out[is_empty] == 0).all() and (dq[is_empty] == 0).all()
+
+
+@each_impl
+def test_3d_input(impl):
+    backend, device = IMPLS[impl]
+    q = qkv(impl)[0].detach()
+    mask = build("random").to(device)
+    flat = BlockMask.from_dense(mask.to_dense().view(B * H, 1, SQ, SK))
+    k, v = (randn(B, H, SK, 16, seed=seed, device=device, dtype=q.dtype) for seed in (1, 2))
+    want = flash_attention(q, k, v, block_mask=mask, backend=backend)
+    got = flash_attention(*(x.flatten(0, 1) for x in (q, k, v)), block_mask=flat, backend=backend)
+    close(got, want.flatten(0, 1).double(), TOLERANCE[q.dtype])
+
+
+@each_impl
+def test_no_samples(impl):
+    q, k, v = qkv(impl, samples=0)
+    mask = create_block_mask(MASKS["per_head_window"], None, H, SQ, SK, DEVICE).to(q.device)
+    out = flash_attention(q, k, v, block_mask=mask, backend=IMPLS[impl][0])
+    assert out.shape == q.shape and torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+
+
+@pytest.mark.parametrize("impl, is_captured", [
+    pytest.param(impl, is_captured, marks=slow_unless(impl == "cuda:host" and not is_captured))
+    for impl in MASKED for is_captured in (False, True)])
+def test_compile_fullgraph(impl, is_captured):
+    backend, device = IMPLS[impl]
+    leaves, mask = qkv(impl), build("documents").to(device)
+
+    def attend(q, k, v, given=None):
+        out, lse = flash_attention(2 * q, k, v, block_mask=mask if is_captured else given, return_lse=True,
+                                   backend=backend)
+        return out + 1, lse
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=compiler_for(impl))
+    for mask in (mask,) if is_captured else (mask, build("per_head_window").to(device)):
+        got, want = (call(*leaves, *[mask] * (not is_captured)) for call in (compiled, attend))
+        gradients = [torch.autograd.grad(x[0].sum(), leaves) for x in (got, want)]
+        for x, y in zip((*got, *gradients[0]), (*want, *gradients[1])):
+            close(x, y.double(), TOLERANCE[DTYPES[impl]])
+
+
+@each_kernel
+def test_opcheck(impl):
+    q, k, v = (x.detach() for x in qkv(impl))
+    mask = build("random").to(q.device)
+    options = with_tensors(Options.of(0.2, mask_units=mask), q, k).of_op()
+    forward, backward = op_of(impl)
+    torch.library.opcheck(forward.default, (q, k, v, *options))
+    out, lse, _ = forward(q, k, v, *options)
+    torch.library.opcheck(backward.default, (torch.ones_like(out), None, q, k, v, out, lse, *options, impl != "triton"))
+
+
+@each_kernel
+def test_op_clamps_numbers(impl):
+    """Those of units, which the facade checks on the CPU alone, read no bits outside."""
+    q, k, v = (x.detach() for x in qkv(impl))
+    mask = build("random").to(q.device)
+    forward, _ = op_of(impl)
+    last, units = len(mask.bits) - 1, mask.units
+    results = []
+    for low, high in ((-2**31, 2**31 - 1), (-2, last)):
+        changed = torch.where(units % 3 == 0, low, torch.where(units % 3 == 1, high, units))
+        mask = dataclasses.replace(mask, units=changed)
+        given = Options.of(0.2)._replace(**dict(zip(Options._fields[7:11], mask._tensors.values())))
+        results.append(forward(q, k, v, *given.of_op())[0])
+    assert results[0].equal(results[1]) and results[0].abs().max() > 0
+
+
+@each_impl
+def test_mask_of_torch(impl):
+    """It is converted once."""
+    q, k, v = qkv(impl)
+    calls = []
+
+    def mask_mod(b, h, q, k):
+        calls.append(b)
+        return (q >= k) & (q - k < 130)
+
+    theirs = flex_attention.create_block_mask(mask_mod, None, None, SQ, SK, q.device)
+    attend = lambda mask: flash_attention(q, k, v, block_mask=mask, backend=IMPLS[impl][0])  # noqa: E731
+    before, out = len(calls), attend(theirs)
+    after = len(calls)
+    assert after > before and attend(theirs).equal(out) and len(calls) == after
+    assert out.equal(attend(build("causal_window").to(q.device)))
+
+
+def test_compiled_functions_tell_masks_of_torch_apart():
+    q, k, v = qkv("torch")
+    attend = lambda mask: flash_attention(q, k, v, block_mask=mask, backend="torch")  # noqa: E731
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    for name in ("causal", "causal_window"):
+        mask = flex_attention.create_block_mask(MASKS[name], None, None, SQ, SK, q.device)
+        want = attend(mask)
+        assert compiled(mask).equal(want)
+
+
+@each_impl
+def test_copy_between_calls(impl):
+    """On a GPU, between replays of a CUDA graph."""
+    backend, device = IMPLS[impl]
+    q, k, v = (x.detach() for x in qkv(impl))
+    masks = [build(name).to(device) for name in ("window", "documents", "nothing")]
+    target = build("causal", num_bits=max(len(mask.bits) for mask in masks + [build("causal")])).to(device)
+    call = lambda mask=target: flash_attention(q, k, v, block_mask=mask, backend=backend)  # noqa: E731
+    graph, out = captured(call) if device == "cuda" else (None, None)
+    for mask in masks:
+        target.copy_(mask)
+        if graph is None:
+            out = call()
+        else:
+            graph.replay()
+        assert_close(out, call(mask))
+
+
+MASK = create_block_mask(MASKS["causal"], None, None, 70, 90, "cpu")
+
+
+@pytest.mark.parametrize("wrong, error, text", [
+    (create_block_mask(MASKS["causal"], None, None, 70, 91, "cpu"), ValueError,
+     r"block_mask must broadcast to \(2, 4, 70, 90\), \(batch size, .* got BlockMask\(shape=\(1, 1, 70, 91\)"),
+    (create_block_mask(MASKS["causal"], 3, None, 70, 90, "cpu"), ValueError, r"got BlockMask\(shape=\(3, 1, 70, 90\)"),
+    (create_block_mask(MASKS["causal"], None, 2, 70, 90, "cpu"), ValueError, r"got BlockMask\(shape=\(1, 2, 70, 90\)"),
+    (MASK.to("meta"), ValueError, "block_mask must be on cpu, as q is, got .* device='meta'"),
+    (torch.ones(70, 90, dtype=torch.bool), TypeError, "block_mask must be a BlockMask of .*, got Tensor"),
+    ([MASK], TypeError, "block_mask must be a BlockMask of .*, got list"),
+    (dataclasses.replace(MASK, units=MASK.units - 1), ValueError,
+     "the units of block_mask must be in -2..1, got values from -3 to 0"),
+    (dataclasses.replace(MASK, units=MASK.units + 2), ValueError, "must be in -2..1, got values from 0 to 3"),
+])
+def test_bad_masks(wrong, error, text):
+    q = torch.randn(2, 4, 70, 8)
+    k = torch.randn(2, 2, 90, 8)
+    for call in (flash_attention, reference_attention):
+        with pytest.raises(error, match=text):
+            call(q, k, k, block_mask=wrong)
+
+
+def test_packed_batches_have_no_mask():
+    q, bounds = torch.randn(1, 2, 70, 8), torch.tensor([0, 30, 70], dtype=torch.int32)
+    for call in (flash_attention, reference_attention):
+        with pytest.raises(ValueError, match="block_mask cannot be given with cu_seqlens"):
+            call(q, q, q, cu_seqlens_q=bounds, cu_seqlens_k=bounds, block_mask=MASK)

@@ -197,8 +197,8 @@ def window_of(batch):
     return batch.window[0], 0 if batch.causal else batch.window[1]
 
 
-def by_loop(batch, q, k, v, sinks=None, alibi_slopes=None, attn_bias=None):
-    """(out, lse, max_logits) in fp64, one sample after the other."""
+def by_loop(batch, q, k, v, sinks=None, alibi_slopes=None, attn_bias=None, seen=None):
+    """(out, lse, max_logits) in fp64, one sample after the other. seen: one more mask, (B, H, Sq, Sk), or None."""
     q, k, v = (x.double() for x in (q, k, v))
     sinks = q.new_full((batch.H,), -math.inf) if sinks is None else sinks.double()
     out, lse = q.new_zeros(batch.shapes()[3]), q.new_full(q.shape[:3], -math.inf)
@@ -223,6 +223,8 @@ def by_loop(batch, q, k, v, sinks=None, alibi_slopes=None, attn_bias=None):
         is_hidden = (before > left) | (-before > right) | (scores == -math.inf)
         if batch.chunk:
             is_hidden |= place // batch.chunk != key // batch.chunk
+        if seen is not None:
+            is_hidden = is_hidden | ~seen[sample, :, :seqlen_q, :seqlen_k]
         scores = scores.masked_fill(is_hidden, -math.inf)
         if seqlen_k:
             max_logits[b, :, rows] = scores.detach().amax(2)
@@ -251,23 +253,23 @@ def as_taken(bias, impl, seqlen_k=9):
     return torch.nn.functional.pad(bias, (0, 16 - seqlen_k % 16))[..., :seqlen_k]
 
 
-def check_batch(impl, batch, dtype, seed=0):
-    """out, lse and all gradients."""
+def check_batch(impl, batch, dtype, seed=0, seen=None, **options):
+    """out, lse and all gradients. seen: the mask of by_loop that flash_attention gets in options."""
     backend, device = IMPLS[impl]
     *qkv, dout, dlse = make(batch, dtype, device, seed)
     given = dict(zip("qkv", qkv)) | dict(zip(["sinks"], make_sinks(batch, dtype, device, seed)))
     given |= batch.tensors(dtype, device, seed)
     doubles = {name: x.double().clone().requires_grad_() for name, x in given.items()
                if name != "alibi_slopes" and x.is_floating_point()}
-    want_out, want_lse, want_max = by_loop(batch, **given | doubles)
+    want_out, want_lse, want_max = by_loop(batch, **given | doubles, seen=seen)
     # Rows without a key and a sink get nothing, whatever q, dout and dlse hold there. A bias is added to what q gives.
     sees = want_lse > -math.inf
-    for x in (given["q"], dout, dlse[..., None]) if "attn_bias" not in given else ():
+    for x in (given["q"], dout, dlse[..., None]) if "attn_bias" not in given and seen is None else ():
         x.masked_fill_(~sees[..., None], math.nan)
     leaves = [given[name].requires_grad_() for name in doubles]
     taken = {"attn_bias": as_taken(given["attn_bias"], impl, qkv[1].shape[2])} if "attn_bias" in given else {}
     out, lse, *more = flash_attention(**given | taken, **batch.options(device), softcap=batch.softcap, return_lse=True,
-                                      return_max_logits=batch.has_max, backend=backend)
+                                      return_max_logits=batch.has_max, backend=backend, **options)
     assert out.dtype == dtype and len(more) == batch.has_max
     # NVIDIA's tanh has 11 bits.
     of_scores = 1e-10 if dtype == torch.float64 else 3e-3 if batch.softcap and dtype.itemsize == 2 else 1e-5
