@@ -41,6 +41,7 @@ class ScoreStrides(NamedTuple):
     unit_batch: Any
     unit_head: Any
     unit_row: Any
+    num_bits: Any
     kFastTanh: Any  # a tl.constexpr, see _tanh
 
 
@@ -166,6 +167,7 @@ def _sees(scores, rows, cols):
     """Whether each row sees each key by a block mask. A unit's bits are in the order of BlockMask.bits."""
     is_there = (rows < scores.numbers.seqlen_q) & (cols < scores.numbers.seqlen_k)
     unit = tl.load(scores.numbers.units + rows // 64 * scores.strides.unit_row + cols // 64, mask=is_there, other=-2)
+    unit = tl.minimum(unit, scores.strides.num_bits - 1)
     word = rows % 64 // 16 * 32 + rows % 8 * 4 + cols % 8 // 2
     bits = tl.load(scores.options.bits + unit.to(tl.int64) * 256 + word, mask=unit >= 0, other=0)
     return (unit == -1) | ((bits >> rows // 8 % 2 * 16 + cols % 64 // 8 * 2 + cols % 2) & 1 != 0)
@@ -224,7 +226,10 @@ def score_strides(q, scores):
         shared = 0, 0, None, None
         strides = [x if n == 1 else stride for n, stride, x in zip(bias.shape, bias.stride(), shared)]
     units = scores.units
-    of_units = [None] * 3 if units is None else [0 if n == 1 else step for n, step in zip(units.shape[:3], units.stride())]
+    of_units = [None] * 4
+    if units is not None:
+        of_heads = (0 if n == 1 else stride for n, stride in zip(units.shape[:2], units.stride()))
+        of_units = *of_heads, units.stride(2), scores.bits.shape[0]
     # To 16 bits an approximation is enough.
     is_fast = scores.softcap is not None and q.itemsize < 4 and properties(q.device).capability >= 75
     return ScoreStrides(alibi_batch, *strides, *of_units, tl.constexpr(is_fast))

@@ -16,7 +16,7 @@ from cases import compiler_for, slow_unless
 from conftest import HAS_GPU, captured
 from minimal_attn import block_mask, flash_attention, reference_attention
 from minimal_attn.block_mask import BlockMask, create_block_mask, with_tensors
-from minimal_attn.options import Options
+from minimal_attn.options import BLOCK_MASK, Options
 from test_lengths import DTYPES, IMPLS, KERNELS, TOLERANCE, check_batch, close, op_of
 from test_scores import Scored, randn
 
@@ -381,8 +381,7 @@ def test_errors(wrong, error, text):
 
 # Attention with them.
 
-WITHOUT_MASKS = "triton",
-MASKED = [impl for impl in IMPLS if impl not in WITHOUT_MASKS]
+MASKED = list(IMPLS)
 each_impl, each_kernel = (pytest.mark.parametrize("impl", [
     pytest.param(impl, marks=slow_unless(HAS_GPU or impl != "triton")) for impl in MASKED if impl in impls])
     for impls in (MASKED, KERNELS))
@@ -507,7 +506,7 @@ def test_op_clamps_numbers(impl):
     for low, high in ((-2**31, 2**31 - 1), (-2, last)):
         changed = torch.where(units % 3 == 0, low, torch.where(units % 3 == 1, high, units))
         mask = dataclasses.replace(mask, units=changed)
-        given = Options.of(0.2)._replace(**dict(zip(Options._fields[7:11], mask._tensors.values())))
+        given = Options.of(0.2)._replace(**dict(zip(Options._fields[BLOCK_MASK], mask._tensors.values())))
         results.append(forward(q, k, v, *given.of_op())[0])
     assert results[0].equal(results[1]) and results[0].abs().max() > 0
 
