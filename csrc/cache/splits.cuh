@@ -47,38 +47,12 @@ struct Splits {
     // blocks_per_sm of Shape::kNumWarps warps. If may_double, one block of twice as many fits a multiprocessor.
     template <typename Shape> static Splits make(const DecodeParams &p, int blocks_per_sm, bool may_double) {
         Splits x;
-        const int64_t items = x.make_tiles<Shape>(p);
-        const int pair = compute_capability() >= 90 && p.num_splits != 1 ? 2 : 1;
-        const int most_blocks = p.num_splits ? pair : pair == 2 ? kMaxBlocks : 1;
-        // Clusters of 2 fill the GPU once. Those of 4 and 8 fill half of it: more may not fit, as they must lie within
-        // parts of a GPU that differ in size.
-        x.cluster = p.num_splits ? pair : 1;
-        while (x.cluster < most_blocks && (x.cluster == 1 ? 2 : 4 * x.cluster) * items <= p.num_sms) x.cluster *= 2;
-        // From 256 KB of K a block on, half of the GPU is too slow: work items of pairs of blocks fill all of it.
-        const bool are_few = !p.num_splits && x.tiles == 1 && 2 * pair * items <= p.num_sms &&
-                             p.seqlen_k > (128 << 10) / Shape::kHeadDim * x.cluster;
-        if (are_few) x.cluster = pair;
-        // A block that has a multiprocessor for itself has twice as many warps, unless steps are too few.
-        const bool are_alone = may_double && !p.num_splits && x.cluster * items <= p.num_sms &&
-                               p.seqlen_k > 2 * Shape::block_keys(Shape::kNumWarps) * x.cluster;
-        // Begun early, such blocks would gather on multiprocessors that are free. A mixed batch overlaps anyway.
-        x.may_overlap = !are_alone || p.phase != Phase::kAlone;
-        x.num_warps = (are_alone ? 2 : 1) * Shape::kNumWarps;
-        x.block_keys = Shape::block_keys(x.num_warps), x.step_keys = x.block_keys * x.cluster;
-        if (p.seqlen_k > INT32_MAX - 2 * x.step_keys)
-            throw std::invalid_argument("minimal_attn: a sample has over 2^31 - 4096 keys");
+        const int64_t items = x.set_tiles<Shape>(p);
+        const bool are_few = x.set_cluster<Shape>(p, items), are_alone = x.set_warps<Shape>(p, items, may_double);
         x.resident = std::max(1, p.num_sms * (are_alone ? 1 : blocks_per_sm) / x.cluster);
         // More rows take longer to add.
         x.min_steps = std::max(1, (are_few ? Shape::kBlockM / 2 : p.num_splits ? 32 : 128) / x.num_warps);
-        const int64_t steps = p.seqlen_k / x.step_keys + 2;
-        const int64_t most = are_few ? x.resident / p.nheads_k : p.num_splits / x.cluster;
-        x.max_items = int(std::min(most, std::max<int64_t>(1, steps / x.min_steps)));
-        x.may_split = x.max_items ? x.max_items > 1 : steps > x.min_steps;
-        x.by_share = are_few && x.may_split && p.batch_size > 1;
-        x.num_clusters = int(items * std::max(1, x.max_items));
-        // A sample with less than a share has a work item, too.
-        if (x.by_share) x.num_clusters = int(p.nheads_k * (x.max_items + p.batch_size - 1));
-        x.resident = std::min(x.num_clusters, x.resident);
+        x.set_items(p, items, are_few);
         return x;
     }
     // Floats of a row of a partial result in the workspace.
@@ -93,8 +67,8 @@ struct Splits {
     }
 
   private:
-    // Sets the sizes of tiles, and returns the number of tiles of all samples and key heads.
-    template <typename Shape> int64_t make_tiles(const DecodeParams &p) {
+    // Returns the number of tiles of all samples and key heads.
+    template <typename Shape> int64_t set_tiles(const DecodeParams &p) {
         group = p.nheads / p.nheads_k, per_group = (1u << 31) / group + 1;
         if (group > 1 << 15) throw std::invalid_argument("minimal_attn: a key head has over 32768 query heads");
         const int64_t packed_rows = int64_t(group) * p.max_seqlen_q;
@@ -110,6 +84,45 @@ struct Splits {
         rows = int(std::min<int64_t>(packed_rows, Shape::kBlockM));
         tiles = int(most_tiles), tiles_of_head = int(p.batch_size * most_tiles);
         return items;
+    }
+
+    // Returns whether tiles are few and may be long, so that samples get their share of the GPU.
+    template <typename Shape> bool set_cluster(const DecodeParams &p, int64_t items) {
+        const int pair = compute_capability() >= 90 && p.num_splits != 1 ? 2 : 1;
+        const int most_blocks = p.num_splits ? pair : pair == 2 ? kMaxBlocks : 1;
+        // Clusters of 2 fill the GPU once. Those of 4 and 8 fill half of it: more may not fit, as they must lie within
+        // parts of a GPU that differ in size.
+        cluster = p.num_splits ? pair : 1;
+        while (cluster < most_blocks && (cluster == 1 ? 2 : 4 * cluster) * items <= p.num_sms) cluster *= 2;
+        // From 256 KB of K a block on, half of the GPU is too slow: work items of pairs of blocks fill all of it.
+        const bool are_few = !p.num_splits && tiles == 1 && 2 * pair * items <= p.num_sms &&
+                             p.seqlen_k > (128 << 10) / Shape::kHeadDim * cluster;
+        if (are_few) cluster = pair;
+        return are_few;
+    }
+
+    // Returns whether a block has a multiprocessor for itself. Then it has twice as many warps, unless steps are few.
+    template <typename Shape> bool set_warps(const DecodeParams &p, int64_t items, bool may_double) {
+        const bool are_alone = may_double && !p.num_splits && cluster * items <= p.num_sms &&
+                               p.seqlen_k > 2 * Shape::block_keys(Shape::kNumWarps) * cluster;
+        // Begun early, such blocks would gather on multiprocessors that are free. A mixed batch overlaps anyway.
+        may_overlap = !are_alone || p.phase != Phase::kAlone;
+        num_warps = (are_alone ? 2 : 1) * Shape::kNumWarps;
+        block_keys = Shape::block_keys(num_warps), step_keys = block_keys * cluster;
+        if (p.seqlen_k > INT32_MAX - 2 * step_keys)
+            throw std::invalid_argument("minimal_attn: a sample has over 2^31 - 4096 keys");
+        return are_alone;
+    }
+
+    void set_items(const DecodeParams &p, int64_t items, bool are_few) {
+        const int64_t steps = p.seqlen_k / step_keys + 2;
+        const int64_t most = are_few ? resident / p.nheads_k : p.num_splits / cluster;
+        max_items = int(std::min(most, std::max<int64_t>(1, steps / min_steps)));
+        may_split = max_items ? max_items > 1 : steps > min_steps;
+        by_share = are_few && may_split && p.batch_size > 1;
+        // With shares, a sample with less than one has a work item, too.
+        num_clusters = int(by_share ? p.nheads_k * (max_items + p.batch_size - 1) : items * std::max(1, max_items));
+        resident = std::min(num_clusters, resident);
     }
 };
 
