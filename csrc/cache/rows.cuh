@@ -3,32 +3,32 @@
 
 #include "cache/work.cuh"
 #include "common/scores.cuh"
-#include "mods/score_mods.cuh"
+#include "common/softmax.cuh"
 #include "ptx/sm80.cuh"
 
 namespace decoding {
 
 // One group of copies, with 0 beyond the sample and head_dim. offset_of(row, vec) is where 16 bytes lie in sQ.
 template <typename T, typename Shape, typename OffsetOf>
-__device__ void load_q(void *sQ, const DecodeParams &p, const WorkItem<Shape> &item, OffsetOf offset_of) {
+__device__ void load_q(void *sQ, const KernelParams &p, const WorkItem<Shape> &item, OffsetOf offset_of) {
     constexpr int kVecs = Shape::kHeadDim / 8;
     for (int i = threadIdx.x; i < Shape::kBlockM * kVecs; i += blockDim.x) {
         const int r = i / kVecs, vec = i % kVecs;
         const bool is_needed = r < item.rows && 8 * vec < p.head_dim;
-        const PackedRow at(item, is_needed ? r : 0);
+        const PackedRow at = item.packed_row(is_needed ? r : 0);
         const T *gQ = rows_of<const T>(p.q, item.b, at.head, item.seq.q_begin + at.token) + 8 * vec;
         cp_async(shared_address(sQ) + offset_of(r, vec), gQ, is_needed);
     }
     cp_async_commit();
 }
 
-// q·k become scores (common/scores.cuh, mods/score_mods.cuh). Rows differ in slope. acc_s: accumulators as in
-// softmax.cuh; row and key: the first of this lane.
+// q·k become scores (mods/score_mods.cuh). Rows differ in slope. acc_s: accumulators as in softmax.cuh; row and key: the
+// first of this lane.
 template <typename Shape, int kMTiles, int kNTiles>
-__device__ void change_scores(float (&acc_s)[kMTiles][kNTiles][4], const Scores<> &scores,
-                              const ScoreFactors<float> &factors, const DecodeParams &p, const WorkItem<Shape> &item,
+__device__ void change_scores(float (&acc_s)[kMTiles][kNTiles][4], const KernelParams &p, const WorkItem<Shape> &item,
                               int row, int key) {
-    if (!factors.has_softcap && scores.is_raw && !p.alibi_slopes) return;
+    const ScoreFactors<float> &factors = p.factors;
+    if (!factors.has_softcap && p.is_raw && !p.alibi_slopes) return;
     auto for_scores = [&](int i, auto change) {
 #pragma unroll
         for (int n = 0; n < kNTiles; n++)
@@ -37,9 +37,9 @@ __device__ void change_scores(float (&acc_s)[kMTiles][kNTiles][4], const Scores<
 #pragma unroll
     for (int i = 0; i < 2 * kMTiles; i++) {
         if (factors.has_softcap) for_scores(i, [&](float &s, int) { s = tanh_approx(s * factors.of_qk); });
-        else if (!scores.is_raw) for_scores(i, [&](float &s, int) { s = scores.score(s); });
+        else if (!p.is_raw) for_scores(i, [&](float &s, int) { s *= factors.of_qk; });
         if (!p.alibi_slopes) continue;
-        const PackedRow at(item, row + 8 * i);
+        const PackedRow at = item.packed_row(row + 8 * i);
         if (at.token >= item.seq.seqlen_q) continue;
         const float slope = p.alibi_slopes[item.b * p.alibi_batch_stride + at.head] * factors.per_unit;
         const int diagonal = at.token + item.seq.seqlen_k - item.seq.seqlen_q;
@@ -52,7 +52,7 @@ struct Branches {
     uint64_t word = ~0ull;
     int first_new = 0;
 
-    template <typename Shape> __device__ Branches(const DecodeParams &p, const WorkItem<Shape> &item, int token) {
+    template <typename Shape> __device__ Branches(const KernelParams &p, const WorkItem<Shape> &item, int token) {
         if (!p.tree_mask || token >= item.seq.seqlen_q) return;
         word = p.tree_mask[item.b * p.tree_batch_stride + token];
         first_new = item.seq.seqlen_k - item.seq.seqlen_q;
@@ -64,12 +64,12 @@ struct Branches {
 };
 
 template <typename Shape, int kMTiles, int kNTiles>
-__device__ void hide_scores(float (&acc_s)[kMTiles][kNTiles][4], const DecodeParams &p, const WorkItem<Shape> &item,
+__device__ void hide_scores(float (&acc_s)[kMTiles][kNTiles][4], const KernelParams &p, const WorkItem<Shape> &item,
                             int row, int key) {
     const Mask mask(item.seq.seqlen_q, item.seq.seqlen_k, p);
 #pragma unroll
     for (int i = 0; i < 2 * kMTiles; i++) {
-        const int token = PackedRow(item, row + 8 * i).token;
+        const int token = item.packed_row(row + 8 * i).token;
         const Range seen = mask.keys(token);
         const Branches branches(p, item, token);
 #pragma unroll
@@ -79,6 +79,18 @@ __device__ void hide_scores(float (&acc_s)[kMTiles][kNTiles][4], const DecodePar
                 if (!seen.contains(k) || !branches.contains(k)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
             }
     }
+}
+
+// The scores of a step, from `key` on, of a warp's rows from row0 on: what the softmax needs of them, before P.
+template <typename Shape, int kMTiles, int kNTiles, int kDTiles>
+__device__ void update(float (&acc_s)[kMTiles][kNTiles][4], float (&acc_o)[kMTiles][kDTiles][4],
+                       Softmax<kMTiles> &softmax, const KernelParams &p, const WorkItem<Shape> &item, int row0,
+                       int key) {
+    const int row = row0 + threadIdx.x % 32 / 4, lane_key = key + threadIdx.x % 4 * 2;
+    change_scores(acc_s, p, item, row, lane_key);
+    if (!item.all_rows_see(key, 8 * kNTiles)) hide_scores(acc_s, p, item, row, lane_key);
+    float alpha[2 * kMTiles];
+    if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
 }
 
 }  // namespace decoding

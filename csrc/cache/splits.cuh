@@ -17,6 +17,7 @@
 #include "common/device.h"
 #include "common/launch.h"
 #include "flash_cache.h"
+#include "mods/score_mods.cuh"
 
 namespace decoding {
 
@@ -36,6 +37,7 @@ struct Splits {
     int tiles;                   // of a sample and key head, by max_seqlen_q
     int tiles_of_head;           // of all samples
     int cluster, num_warps;      // blocks of a cluster, warps of a block
+    int num_stages;              // of the ring of keys of a part of a block
     int block_keys, step_keys;   // of a step of a block, and of a cluster
     int num_clusters, resident;  // of the launch; at most so many run at the same time
     int min_steps;               // of a work item of a sample that has several; a power of two
@@ -46,7 +48,7 @@ struct Splits {
 
     // blocks_per_sm of Shape::kNumWarps warps. If may_double, one block of twice as many fits a multiprocessor.
     template <typename Shape> static Splits make(const DecodeParams &p, int blocks_per_sm, bool may_double) {
-        Splits x;
+        Splits x{};
         const int64_t items = x.set_tiles<Shape>(p);
         const bool are_few = x.set_cluster<Shape>(p, items), are_alone = x.set_warps<Shape>(p, items, may_double);
         x.resident = std::max(1, p.num_sms * (are_alone ? 1 : blocks_per_sm) / x.cluster);
@@ -54,6 +56,13 @@ struct Splits {
         x.min_steps = std::max(1, (are_few ? Shape::kBlockM / 2 : p.num_splits ? 32 : 128) / x.num_warps);
         x.set_items(p, items, are_few);
         return x;
+    }
+    __device__ bool has_clusters() const {  // they need Hopper
+#if __CUDA_ARCH__ >= 900
+        return cluster > 1;
+#else
+        return false;
+#endif
     }
     // Floats of a row of a partial result in the workspace.
     __host__ __device__ static constexpr int pitch(int head_dim) { return head_dim + 2 * kMaxBlocks; }
@@ -124,6 +133,16 @@ struct Splits {
         num_clusters = int(by_share ? p.nheads_k * (max_items + p.batch_size - 1) : items * std::max(1, max_items));
         resident = std::min(num_clusters, resident);
     }
+};
+
+// What the host passes to a kernel.
+struct KernelParams : DecodeParams {
+    Splits splits;
+    ScoreFactors<float> factors;
+    bool is_raw;  // without a softcap, q·k needs no factor
+
+    KernelParams(const DecodeParams &p, const Splits &splits)
+        : DecodeParams(p), splits(splits), factors(p), is_raw(factors.of_qk == 1) {}
 };
 
 }  // namespace decoding

@@ -17,7 +17,8 @@ template <typename Shape> struct Sample {
     int num_steps;   // for one tile with all rows
     bool may_split;  // its partial results fit the workspace
 
-    __device__ Sample(const DecodeParams &p, const Splits &splits, int b) : seq(p, b) {
+    __device__ Sample(const KernelParams &p, int b) : seq(p, b) {
+        const Splits &splits = p.splits;
         num_rows = seq.is_served(p) ? seq.seqlen_q * splits.group : 0;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
         may_split = splits.may_split && num_rows > 0 && num_rows <= splits.rows;
@@ -53,31 +54,32 @@ struct ItemIndex {
     int b, h_k, tile, split, first_slot;
 };
 
-template <typename Shape> struct PackedRow;
+struct PackedRow {
+    int token, head;
+};
 
 // A tile of rows, and steps of keys for a cluster.
 template <typename Shape> struct WorkItem {
+    const Splits &splits;
     Sequence seq;
     int b, h_k;
     int rows;                  // of the tile; 0: there is no such item
-    int group;
-    uint32_t per_group;
     int token, head_of_group;  // of its first row
     int begin, end;            // the keys of the cluster; begin is that of a step
     Range keys, full;          // those that some row sees, those that all rows see
     int num_splits, split;     // work items of the sample, and the number of this one
     int slot;                  // of its result in the workspace
 
-    __device__ WorkItem(const DecodeParams &p, const Splits &splits, const Plan &plan, const ItemIndex &at)
-        : b(at.b), h_k(at.h_k), group(splits.group), per_group(splits.per_group), num_splits(1), split(at.split),
+    __device__ WorkItem(const KernelParams &p, const Plan &plan, const ItemIndex &at)
+        : splits(p.splits), b(at.b), h_k(at.h_k), split(at.split),
           slot((at.first_slot + at.split) * p.nheads_k + at.h_k) {
-        const Sample<Shape> sample(p, splits, b);
+        const Sample<Shape> sample(p, b);
         seq = sample.seq;
         rows = max(0, min(Shape::kBlockM, sample.num_rows - at.tile * Shape::kBlockM));
-        token = at.tile ? floor_div(at.tile * Shape::kBlockM, group) : 0;
-        head_of_group = at.tile * Shape::kBlockM - token * group;
+        token = at.tile ? floor_div(at.tile * Shape::kBlockM, splits.group) : 0;
+        head_of_group = at.tile * Shape::kBlockM - token * splits.group;
         const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
-        const Range first = mask.keys(token), last = mask.keys(PackedRow<Shape>(*this, max(0, rows - 1)).token);
+        const Range first = mask.keys(token), last = mask.keys(packed_row(max(0, rows - 1)).token);
         keys = {first.begin, last.end};
         full = {last.begin, p.tree_mask ? seq.seqlen_k - seq.seqlen_q : first.end};
         begin = keys.begin & -Shape::kAlignment, end = keys.end;
@@ -88,23 +90,12 @@ template <typename Shape> struct WorkItem {
         end = min(end, begin + steps.end * splits.step_keys), begin += steps.begin * splits.step_keys;
     }
     __device__ bool all_rows_see(int key, int count) const { return key >= full.begin && key + count <= full.end; }
-};
-
-// A product replaces a slow division.
-template <typename Shape> struct PackedRow {
-    int token, head;
-    __device__ PackedRow(const WorkItem<Shape> &item, int row) {
-        const int offset = item.head_of_group + row, tokens = __umulhi(2 * offset, item.per_group);
-        token = item.token + tokens, head = item.h_k * item.group + offset - tokens * item.group;
+    // A product replaces a slow division.
+    __device__ PackedRow packed_row(int row) const {
+        const int offset = head_of_group + row, tokens = __umulhi(2 * offset, splits.per_group);
+        return {token + tokens, h_k * splits.group + offset - tokens * splits.group};
     }
 };
-
-// Clusters need Hopper.
-#if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
-#define MINIMAL_ATTN_HAS_CLUSTERS 1
-#else
-#define MINIMAL_ATTN_HAS_CLUSTERS 0
-#endif
 
 // A cluster's work items, one after another.
 template <typename Shape> struct Scheduler {
@@ -120,7 +111,7 @@ template <typename Shape> struct Scheduler {
         int next[2];      // later items, by turns
         int arrived;
     };
-    const DecodeParams &p;
+    const KernelParams &p;
     const Splits &splits;
     Shared &shared;
     const int cluster_idx, rank;  // of this cluster, and of this block in it
@@ -128,8 +119,8 @@ template <typename Shape> struct Scheduler {
     int turn = 0;
     bool has_taken = false;
 
-    __device__ Scheduler(const DecodeParams &p, const Splits &splits, Shared &shared)
-        : p(p), splits(splits), shared(shared), cluster_idx(shift_div(blockIdx.x, splits.cluster)),
+    __device__ Scheduler(const KernelParams &p, Shared &shared)
+        : p(p), splits(p.splits), shared(shared), cluster_idx(shift_div(blockIdx.x, splits.cluster)),
           rank(blockIdx.x - cluster_idx * splits.cluster) {}
 
     __device__ ItemIndex first() {
@@ -149,7 +140,7 @@ template <typename Shape> struct Scheduler {
     }
     __device__ ItemIndex next(const ItemIndex &at) {
         // A sample of a packed batch may have more rows than max_seqlen_q.
-        if (p.cu_seqlens_q && at.split == 0 && at.tile + splits.tiles < Sample<Shape>(p, splits, at.b).num_tiles)
+        if (p.cu_seqlens_q && at.split == 0 && at.tile + splits.tiles < Sample<Shape>(p, at.b).num_tiles)
             return {at.b, at.h_k, at.tile + splits.tiles, 0, at.first_slot};
         return later();
     }
@@ -160,7 +151,7 @@ template <typename Shape> struct Scheduler {
         if (splits.max_items && !splits.by_share) return b * splits.max_items;
         Sums sums{};
         for (int i = threadIdx.x; i < p.batch_size; i += blockDim.x) {
-            const Sample<Shape> sample(p, splits, i);
+            const Sample<Shape> sample(p, i);
             sums.total += sample.num_tiles * sample.num_steps, sums.before += i < b ? sample.num_steps : 0;
             if (sample.may_split) sums.longest = max(sums.longest, sample.num_steps);
         }
@@ -188,19 +179,15 @@ template <typename Shape> struct Scheduler {
         take_next();
         __syncthreads();  // the item is known
         int index = shared.next[turn];
-#if MINIMAL_ATTN_HAS_CLUSTERS
-        if (splits.cluster > 1) {
+        if (splits.has_clusters()) {
             cluster_sync();  // unobserved by the emulator: rank 0 sends sums after the number, and others await them
             index = load_from_block(shared.next[turn], 0);
         }
-#endif
         turn ^= 1, has_taken = false;
         const int i = floor_div(index, p.nheads_k);
         const ItemIndex at = find(i, index - i * p.nheads_k, 1);
         if (at.b >= 0) return at;
-#if MINIMAL_ATTN_HAS_CLUSTERS
-        if (splits.cluster > 1) cluster_sync_relaxed();  // all have read it
-#endif
+        if (splits.has_clusters()) cluster_sync_relaxed();  // all have read it
         // The last cluster leaves zeros.
         if (rank == 0 && threadIdx.x == 0 && atomicAdd(p.counters + 1, 1) == splits.num_clusters - 1)
             p.counters[0] = p.counters[1] = 0;
@@ -214,7 +201,7 @@ template <typename Shape> struct Scheduler {
         for (int b0 = 0; b0 < p.batch_size; b0 += 32) {
             int items = 0, steps = 0;
             if (b0 + lane_idx < p.batch_size) {
-                const Sample<Shape> sample(p, splits, b0 + lane_idx);
+                const Sample<Shape> sample(p, b0 + lane_idx);
                 steps = sample.num_steps, items = plan.count(splits, sample) - first_split;
             }
             int items_end = items, steps_end = steps;
