@@ -32,7 +32,7 @@ template <typename T, typename Shape> struct WarpKeys {
     const WorkItem<Shape> &item;
     Stage *const stages;  // of the first warp
     int key, stage = 0;              // of the next step: its first key, and where it is copied to
-    int sequence, row;               // of this lane in the next step, see find()
+    CachePlace place;                // of this lane in the next step, see find()
 
     __device__ WarpKeys(const KernelParams &p, const WorkItem<Shape> &item, int key, Stage *stages)
         : p(p), item(item), stages(stages), key(key) {
@@ -73,19 +73,15 @@ template <typename T, typename Shape> struct WarpKeys {
     __device__ void find() {
         if (key >= item.end) return;
         const int lane_row = rows_are_neighbours() ? 0 : int(threadIdx.x) % kRows;
-        row = item.seq.k_begin + min(key + lane_row, item.keys.end - 1), sequence = item.b;
-        if (p.page_table) {
-            const int page = unsigned(row) / unsigned(p.page_size);
-            sequence = p.page_table[item.b * p.page_table_stride + page], row -= page * p.page_size;
-        } else if (p.cache_batch_idx) sequence = p.cache_batch_idx[item.b];
+        place = place_in_cache(p, item.b, item.seq.k_begin + min(key + lane_row, item.keys.end - 1));
     }
 
     template <bool kNeighbours> __device__ void copy() const {
         using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
         constexpr int kRowStep = 32 / kVecs;
         const int lane_row = threadIdx.x % 32 / kVecs, vec = threadIdx.x % kVecs;
-        const unsigned b = max(0, min(sequence, p.num_sequences - 1)), h = item.h_k;  // unsigned: fewer instructions
-        const unsigned first_row = kNeighbours ? row + lane_row : row;
+        const unsigned b = max(0, min(place.sequence, p.num_sequences - 1)), h = item.h_k;  // unsigned: fewer instructions
+        const unsigned first_row = kNeighbours ? place.row + lane_row : place.row;
         const T *gK = rows_of<const T>(p.k, b, h, first_row), *gV = rows_of<const T>(p.v, b, h, first_row);
         if (kNeighbours) gK += 8 * vec, gV += 8 * vec;
         // Rows are counted from lane_row. Those outside of [first, end) become 0.

@@ -32,7 +32,7 @@ template <typename Shape> struct KeyBoxes {
     const CacheTensors &cache;
     const WorkItem<Shape> &item;
     int key;           // first of the next step
-    CacheBox box = {};
+    CachePlace box = {};
 
     __device__ KeyBoxes(const KernelParams &p, const CacheTensors &cache, const WorkItem<Shape> &item, int key)
         : p(p), cache(cache), item(item), key(key) {
@@ -42,15 +42,15 @@ template <typename Shape> struct KeyBoxes {
     __device__ void find() {
         const int first = key + tile_row();
         if (key < item.end && tile_row() < Shape::kBlockN)
-            box.find(p, item.b, item.seq.k_begin + first,
-                     first < item.keys.end && first + p.box_rows > item.keys.begin);
+            box = find_box(p, item.b, item.seq.k_begin + first,
+                           first < item.keys.end && first + p.box_rows > item.keys.begin);
     }
     __device__ void load(typename Shape::Stage &stage, Barrier &full) {
         if (key >= item.end) return;
         if (lane_idx == 0) mbarrier_arrive_expect_tx(full, 2 * 2 * Shape::kBlockN * Shape::kHeadDim);
         if (tile_row() < Shape::kBlockN) {
-            box.load(stage.k, tile_row(), p, cache.k, item.h_k, full);
-            box.load(stage.v, tile_row(), p, cache.v, item.h_k, full);
+            load_box(stage.k, tile_row(), p, cache.k, box, item.h_k, full);
+            load_box(stage.v, tile_row(), p, cache.v, box, item.h_k, full);
         }
         key += p.splits.step_keys;
         find();

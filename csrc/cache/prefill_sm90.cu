@@ -11,7 +11,7 @@ template <int kBlockN> struct CachedKeyBlocks {
     const DecodeParams &p;
     const Tile &tile;
     const Sequence &seq;
-    CacheBox box, next;  // of a block, and of the one before it
+    CachePlace box, next;  // of a block, and of the one before it
 
     template <int kHeadDim>
     static TmaTensor make_tensor(const char *name, const Tensor &x, const DecodeParams &p, int head_dim) {
@@ -28,7 +28,7 @@ template <int kBlockN> struct CachedKeyBlocks {
     __device__ int tile_row() const { return threadIdx.x % 32 * p.box_rows; }
     __device__ void find_next(int n_block) {
         const int key = n_block * kBlockN + tile_row();
-        if (tile_row() < kBlockN) next.find(p, tile.b, seq.k_begin + key, key >= 0 && key < seq.seqlen_k);
+        if (tile_row() < kBlockN) next = find_box(p, tile.b, seq.k_begin + key, key >= 0 && key < seq.seqlen_k);
     }
     // The next block's page number arrives while this block is loaded.
     __device__ void find(int n_block) {
@@ -41,8 +41,8 @@ template <int kBlockN> struct CachedKeyBlocks {
         const int h_k = tile.h_k;
 #pragma unroll 1
         for (int lane = 0, row = 0; row < kBlockN; lane++, row += p.box_rows) {
-            const CacheBox of_lane{__shfl_sync(~0u, box.sequence, lane), __shfl_sync(~0u, box.row, lane)};
-            if (elect_one()) of_lane.load(to, row, p, x, h_k, full);
+            const CachePlace of_lane{__shfl_sync(~0u, box.sequence, lane), __shfl_sync(~0u, box.row, lane)};
+            if (elect_one()) load_box(to, row, p, x, of_lane, h_k, full);
         }
     }
 };

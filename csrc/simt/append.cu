@@ -21,23 +21,17 @@ struct AppendGrid {
     }
 };
 
-struct CacheRow {
-    int64_t sequence = -1, row = 0;  // -1: nowhere
-    __device__ bool is_in_cache(const AppendParams &p) const { return sequence >= 0 && sequence < p.num_sequences; }
-};
-
-__device__ inline CacheRow cache_row_of(const AppendParams &p, const SampleRow &at) {
+// Sequence -1 is nowhere.
+__device__ inline CachePlace place_of(const AppendParams &p, const SampleRow &at) {
     if (p.slot_mapping) {
         const int64_t slot = p.slot_mapping[at.row];
-        if (slot < 0 || p.page_size == 0) return {};
-        return {slot / p.page_size, slot % p.page_size};
+        if (slot < 0 || p.page_size == 0) return {-1};
+        const int64_t sequence = min(slot / p.page_size, int64_t(p.num_sequences));
+        return {int(sequence), int(slot - sequence * p.page_size)};
     }
     const NewRows rows(p, at.b);
-    if (at.i >= min(rows.count, p.capacity - rows.taken)) return {};
-    const int row = rows.taken + at.i;
-    if (!p.page_table) return {p.cache_batch_idx ? p.cache_batch_idx[at.b] : at.b, row};
-    const int page = unsigned(row) / unsigned(p.page_size);
-    return {p.page_table[at.b * p.page_table_stride + page], row - page * p.page_size};
+    if (at.i >= min(rows.count, p.capacity - rows.taken)) return {-1};
+    return place_in_cache(p, at.b, rows.taken + at.i);
 }
 
 template <int kVec, typename T> __device__ Vec<kVec, T> load(const T *from) {
@@ -83,10 +77,10 @@ __device__ void append_vec(const AppendParams &p, const AppendGrid &grid, const 
     if (h >= p.nheads_k) return;
     const bool is_k = of_head < grid.k_vecs;
     const int col = (is_k ? of_head : of_head - grid.k_vecs) * kVec;
-    const CacheRow to = cache_row_of(p, at);
+    const CachePlace to = place_of(p, at);
     const T *from = rows_of<const T>(is_k ? p.k_new : p.v_new, at.batch, h, at.row);
     const Vec<kVec, T> x = is_k ? rotated<kVec>(p, from, col, at.b, at.i) : load<kVec>(from + col);
-    if (!to.is_in_cache(p)) return;
+    if (to.sequence < 0 || to.sequence >= p.num_sequences) return;
     *reinterpret_cast<Vec<kVec, T> *>(rows_of<T>(is_k ? p.k_cache : p.v_cache, to.sequence, h, to.row) + col) = x;
 }
 
