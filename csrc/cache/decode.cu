@@ -117,12 +117,10 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1) decode(const __grid_
     prefetch_parameters(p);
     auto &shared = shared_memory<BlockMemory<Shape>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) {
+    if (p.splits.has_clusters() && threadIdx.x == 0) {
         mbarrier_init(shared.results_full, 1);
         fence_mbarrier_init();
     }
-#endif
     if (p.phase == Phase::kAlone) wait_for_previous_kernel();
     auto add_keys = [&](const WorkItem<Shape> &item, int block_begin, auto &acc_o, auto &softmax) {
         const int begin = block_begin + warp_idx * kKeys;

@@ -47,22 +47,6 @@ __device__ void change_scores(float (&acc_s)[kMTiles][kNTiles][4], const KernelP
     }
 }
 
-// A row of a tree sees all old keys, and the new ones in its word.
-struct Branches {
-    uint64_t word = ~0ull;
-    int first_new = 0;
-
-    template <typename Shape> __device__ Branches(const KernelParams &p, const WorkItem<Shape> &item, int token) {
-        if (!p.tree_mask || token >= item.seq.seqlen_q) return;
-        word = p.tree_mask[item.b * p.tree_batch_stride + token];
-        first_new = item.seq.seqlen_k - item.seq.seqlen_q;
-    }
-    __device__ bool contains(int key) const {
-        const unsigned bit = key - first_new;
-        return bit >= 64 || word >> bit & 1;
-    }
-};
-
 template <typename Shape, int kMTiles, int kNTiles>
 __device__ void hide_scores(float (&acc_s)[kMTiles][kNTiles][4], const KernelParams &p, const WorkItem<Shape> &item,
                             int row, int key) {
@@ -71,12 +55,18 @@ __device__ void hide_scores(float (&acc_s)[kMTiles][kNTiles][4], const KernelPar
     for (int i = 0; i < 2 * kMTiles; i++) {
         const int token = item.packed_row(row + 8 * i).token;
         const Range seen = mask.keys(token);
-        const Branches branches(p, item, token);
+        uint64_t word = ~0ull;  // a row of a tree sees all old keys, and the new ones in its word
+        int first_new = 0;
+        if (p.tree_mask && token < item.seq.seqlen_q) {
+            word = p.tree_mask[item.b * p.tree_batch_stride + token];
+            first_new = item.seq.seqlen_k - item.seq.seqlen_q;
+        }
 #pragma unroll
         for (int n = 0; n < kNTiles; n++)
             for (int e = 0; e < 2; e++) {
                 const int k = key + 8 * n + e;
-                if (!seen.contains(k) || !branches.contains(k)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
+                const unsigned bit = k - first_new;
+                if (!seen.contains(k) || !(bit >= 64 || word >> bit & 1)) acc_s[i / 2][n][i % 2 * 2 + e] = -INFINITY;
             }
     }
 }
