@@ -39,10 +39,6 @@ struct RowSum {
     float row_max = -FLT_MAX, row_sum = 0.f;  // the maximum is finite: exp2(-inf - row_max) is 0, not NaN
     float4 o = {};
 
-    __device__ void store(float *row, int col, int end) const {
-        *reinterpret_cast<float4 *>(row + col) = o;
-        *reinterpret_cast<float2 *>(row + end) = {row_max, row_sum};
-    }
     template <typename T, typename Shape>
     __device__ void store_output(const KernelParams &p, const WorkItem<Shape> &item, int r, int col) {
         const PackedRow at = item.packed_row(r);
@@ -137,9 +133,10 @@ template <typename Shape> struct BlockMemory : Shape::Barriers {
 template <typename Shape, typename... More>
 void launch_decode(void (*kernel)(KernelParams, More...), const DecodeParams &p, const Splits &splits,
                    const std::type_identity_t<More> &...more) {
+    const ScoreFactors<float> factors(p);
     launch_clusters(splits.cluster, kernel, int64_t(splits.num_clusters) * splits.cluster, 32 * splits.num_warps,
                     BlockMemory<Shape>::bytes(splits.num_warps, splits.num_stages), p.stream,
-                    KernelParams(p, splits), more...);
+                    KernelParams{p, splits, factors, factors.of_qk == 1}, more...);
 }
 
 // Ends a work item: adds the partial results of the block's parts, of the cluster's blocks, and of the tile's work
@@ -183,7 +180,9 @@ __device__ void combine(const KernelParams &p, const Scheduler<Shape> &scheduler
         float *const result = static_cast<float *>(p.workspace) + item.slot * size;  // of this work item
         for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
             const int r = i / kVecs, col = i % kVecs * 4;
-            terms.sum(r, col).store(result + r * kPitch, col, kHeadDim + 2 * rank);
+            const RowSum sum = terms.sum(r, col);
+            *reinterpret_cast<float4 *>(result + r * kPitch + col) = sum.o;
+            *reinterpret_cast<float2 *>(result + r * kPitch + kHeadDim + 2 * rank) = {sum.row_max, sum.row_sum};
         }
         // The last work item of the sample adds all of them: rank by rank, as each has its own columns.
         int &arrived = p.counters[2 + (int64_t(item.b) * p.nheads_k + item.h_k) * cluster + rank];
@@ -219,8 +218,8 @@ template <typename T> __device__ void store_padding(const KernelParams &p) {
     }
 }
 
-// The work items of a cluster. add_keys(item, begin, acc_o, softmax) adds those keys of a warp, or of a part of the
-// block, that the block has from `begin` on.
+// The work items of a cluster. add_keys(item, begin, acc_o, softmax) adds the keys of a part of the block, from `begin`
+// on in each step. row0: of this warp.
 template <typename T, typename Shape, typename AddKeys>
 __device__ void decode_items(const KernelParams &p, BlockMemory<Shape> &shared, int part, int row0, AddKeys add_keys) {
     Scheduler<Shape> scheduler(p, shared.scheduler);
@@ -230,7 +229,8 @@ __device__ void decode_items(const KernelParams &p, BlockMemory<Shape> &shared, 
         if (item.rows == 0) continue;
         float acc_o[Shape::kMTiles][Shape::kHeadDim / 8][4] = {};
         Softmax<Shape::kMTiles> softmax(p.factors.softmax_scale_log2);
-        add_keys(item, item.begin + scheduler.rank * p.splits.block_keys, acc_o, softmax);
+        const int begin = item.begin + scheduler.rank * p.splits.block_keys + part * Shape::kPartKeys;
+        add_keys(item, begin, acc_o, softmax);
         if (p.splits.has_clusters()) cluster_arrive_relaxed();  // this block has read its keys
         if (p.splits.may_overlap) let_next_kernel_begin();
         scheduler.take_next();

@@ -16,23 +16,21 @@ using namespace decoding;
 template <int kHeadDim_, int kBlockM_> struct WarpShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kMTiles = kBlockM / 16;
     static constexpr int kNumWarps = kHeadDim == 256 ? 2 : 4, kMaxWarps = 2 * kNumWarps;
-    static constexpr int kWarpKeys = kHeadDim == 64 ? 32 : 16, kAlignment = kWarpKeys;
-    static constexpr int kPartWarps = 1;
-    static constexpr int block_keys(int num_warps) { return num_warps * kWarpKeys; }
+    static constexpr int kPartWarps = 1, kPartKeys = kHeadDim == 64 ? 32 : 16;
     struct Barriers {};
     using Q = uint16_t[kBlockM * kHeadDim];
-    struct alignas(1024) Stage { uint16_t k[kWarpKeys * kHeadDim], v[kWarpKeys * kHeadDim]; };
+    struct alignas(1024) Stage { uint16_t k[kPartKeys * kHeadDim], v[kPartKeys * kHeadDim]; };
 };
 
 // Copies a warp's keys and values by cp.async. (TMA, with a box of 16 rows for each page, reads memory 8 % slower.)
 template <typename T, typename Shape> struct WarpKeys {
     using Stage = typename Shape::Stage;
-    static constexpr int kRows = Shape::kWarpKeys, kVecs = Shape::kHeadDim / 8;
+    static constexpr int kRows = Shape::kPartKeys, kVecs = Shape::kHeadDim / 8;
     const KernelParams &p;
     const WorkItem<Shape> &item;
     Stage *const stages;  // of the first warp
-    int key, stage = 0;              // of the next step: its first key, and where it is copied to
-    CachePlace place;                // of this lane in the next step, see find()
+    int key, stage = 0;   // of the next step: its first key, and where it is copied to
+    CachePlace place;     // of this lane in the next step, see find()
 
     __device__ WarpKeys(const KernelParams &p, const WorkItem<Shape> &item, int key, Stage *stages)
         : p(p), item(item), stages(stages), key(key) {
@@ -61,9 +59,7 @@ template <typename T, typename Shape> struct WarpKeys {
     }
 
   private:
-    __device__ Stage &at(int stage) const {
-        return stages[stage * int(blockDim.x / 32) + threadIdx.x / 32];
-    }
+    __device__ Stage &at(int stage) const { return stages[stage * int(blockDim.x / 32) + threadIdx.x / 32]; }
     // A step's rows are in one sequence or page.
     __device__ bool rows_are_neighbours() const {
         return !p.page_table || (p.page_size % kRows == 0 && item.seq.k_begin % kRows == 0);
@@ -80,7 +76,8 @@ template <typename T, typename Shape> struct WarpKeys {
         using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
         constexpr int kRowStep = 32 / kVecs;
         const int lane_row = threadIdx.x % 32 / kVecs, vec = threadIdx.x % kVecs;
-        const unsigned b = max(0, min(place.sequence, p.num_sequences - 1)), h = item.h_k;  // unsigned: fewer instructions
+        // Unsigned numbers take fewer instructions.
+        const unsigned b = max(0, min(place.sequence, p.num_sequences - 1)), h = item.h_k;
         const unsigned first_row = kNeighbours ? place.row + lane_row : place.row;
         const T *gK = rows_of<const T>(p.k, b, h, first_row), *gV = rows_of<const T>(p.v, b, h, first_row);
         if (kNeighbours) gK += 8 * vec, gV += 8 * vec;
@@ -89,8 +86,10 @@ template <typename T, typename Shape> struct WarpKeys {
         const int k_end = 8 * vec < p.head_dim ? end : first, v_end = 8 * vec < p.head_dim_v ? end : first;
         const uint32_t offset0 = Swizzle::offset(lane_row, vec);
         const uint64_t policy = evict_first();
-        const uint32_t k_address = shared_address(at(stage).k);
-        const uint32_t v_address = shared_address(at(stage).v);
+        const uint32_t k_address = shared_address(at(stage).k), v_address = shared_address(at(stage).v);
+        auto of_lane = [](const T *x, int lane) {
+            return reinterpret_cast<const T *>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(x), lane));
+        };
 #pragma unroll(kNeighbours ? kRows / kRowStep : 2)
         for (int r = 0; r < kRows; r += kRowStep) {
             const T *k = gK, *v = gV;
@@ -101,9 +100,6 @@ template <typename T, typename Shape> struct WarpKeys {
             cp_async(v_address + offset, v, r >= first && r < v_end, policy);
         }
     }
-    __device__ static const T *of_lane(const T *x, int lane) {
-        return reinterpret_cast<const T *>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(x), lane));
-    }
 };
 
 // A tile of 16 or 32 rows on m16n8k16.
@@ -112,7 +108,7 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1) decode(const __grid_
 #if __CUDA_ARCH__ < 800  // a GPU without these instructions
     __trap();
 #else
-    constexpr int kMTiles = Shape::kMTiles, kKeys = Shape::kWarpKeys, kHeadDim = Shape::kHeadDim;
+    constexpr int kMTiles = Shape::kMTiles, kKeys = Shape::kPartKeys, kHeadDim = Shape::kHeadDim;
     using Swizzle = Swizzle<kHeadDim>;
     prefetch_parameters(p);
     auto &shared = shared_memory<BlockMemory<Shape>>();
@@ -122,8 +118,7 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1) decode(const __grid_
         fence_mbarrier_init();
     }
     if (p.phase == Phase::kAlone) wait_for_previous_kernel();
-    auto add_keys = [&](const WorkItem<Shape> &item, int block_begin, auto &acc_o, auto &softmax) {
-        const int begin = block_begin + warp_idx * kKeys;
+    auto add_keys = [&](const WorkItem<Shape> &item, int begin, auto &acc_o, auto &softmax) {
         WarpKeys<T, Shape> keys(p, item, begin, shared.stages());
 #pragma unroll 1
         for (int i = 0; i + 1 < p.splits.num_stages; i++) {  // the first keys before Q: all else waits for them

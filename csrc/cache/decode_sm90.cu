@@ -16,12 +16,11 @@ using namespace decoding;
 
 // A warpgroup has 16 KB of K and of V of a step.
 template <int kHeadDim_> struct DecodeShape {
-    static constexpr int kHeadDim = kHeadDim_, kBlockM = 64, kMTiles = 1, kBlockN = 8192 / kHeadDim, kAlignment = kBlockN;
+    static constexpr int kHeadDim = kHeadDim_, kBlockM = 64, kMTiles = 1, kPartKeys = 8192 / kHeadDim;
     static constexpr int kNumWarps = 4, kMaxWarps = 8, kPartWarps = 4;
     static constexpr int kStages = 3;  // two blocks of a warpgroup with more would not fit a multiprocessor
-    static constexpr int block_keys(int num_warps) { return num_warps / kPartWarps * kBlockN; }
     using Q = SmemTile<kBlockM, kHeadDim>;
-    struct Stage { SmemTile<kBlockN, kHeadDim> k, v; };
+    struct Stage { SmemTile<kPartKeys, kHeadDim> k, v; };
     struct Barriers { Barrier full[kMaxWarps / kPartWarps][kStages]; };
 };
 
@@ -41,14 +40,14 @@ template <typename Shape> struct KeyBoxes {
     __device__ int tile_row() const { return lane_idx * p.box_rows; }
     __device__ void find() {
         const int first = key + tile_row();
-        if (key < item.end && tile_row() < Shape::kBlockN)
+        if (key < item.end && tile_row() < Shape::kPartKeys)
             box = find_box(p, item.b, item.seq.k_begin + first,
                            first < item.keys.end && first + p.box_rows > item.keys.begin);
     }
     __device__ void load(typename Shape::Stage &stage, Barrier &full) {
         if (key >= item.end) return;
-        if (lane_idx == 0) mbarrier_arrive_expect_tx(full, 2 * 2 * Shape::kBlockN * Shape::kHeadDim);
-        if (tile_row() < Shape::kBlockN) {
+        if (lane_idx == 0) mbarrier_arrive_expect_tx(full, 2 * 2 * Shape::kPartKeys * Shape::kHeadDim);
+        if (tile_row() < Shape::kPartKeys) {
             load_box(stage.k, tile_row(), p, cache.k, box, item.h_k, full);
             load_box(stage.v, tile_row(), p, cache.v, box, item.h_k, full);
         }
@@ -63,7 +62,7 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
-    constexpr int kThreads = 32 * Shape::kPartWarps, kKeys = Shape::kBlockN, kStages = Shape::kStages;
+    constexpr int kThreads = 32 * Shape::kPartWarps, kKeys = Shape::kPartKeys, kStages = Shape::kStages;
     prefetch_parameters(p);
     auto &shared = shared_memory<BlockMemory<Shape>>();
     const int part = warp_uniform(threadIdx.x / kThreads), thread_idx = threadIdx.x % kThreads;
@@ -82,8 +81,7 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
     __syncthreads();  // the barriers are there
     int stage = 0;
     uint32_t parity = 0;
-    auto add_keys = [&](const WorkItem<Shape> &item, int block_begin, auto &acc_o, Softmax<1> &softmax) {
-        const int begin = block_begin + part * kKeys;
+    auto add_keys = [&](const WorkItem<Shape> &item, int begin, auto &acc_o, Softmax<1> &softmax) {
         load_q<T>(&shared.q, p, item, [&](int row, int vec) { return shared.q.offset(row, 8 * vec); });
         KeyBoxes<Shape> keys(p, cache, item, begin);
         if (loads)
@@ -138,7 +136,7 @@ void flash_decode(const DecodeParams &p) {
     if (compute_capability() != 90) throw std::runtime_error("minimal_attn: decode_sm90.cu needs a GPU of sm_90");
     with_decode_shape(p, [&]<typename Shape>() {
         DecodeParams params = p;
-        params.box_rows = cache_box_rows(p, Shape::kBlockN);
+        params.box_rows = cache_box_rows(p, Shape::kPartKeys);
         const CacheTensors cache{make_cache_tensor<Shape::kHeadDim>("k", p.k, params, p.head_dim),
                                  make_cache_tensor<Shape::kHeadDim>("v", p.v, params, p.head_dim_v)};
         const auto kernel = p.dtype == DType::kFloat16 ? decode<__half, Shape> : decode<__nv_bfloat16, Shape>;

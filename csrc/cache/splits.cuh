@@ -76,6 +76,10 @@ struct Splits {
     }
 
   private:
+    template <typename Shape> static constexpr int block_keys_of(int num_warps) {
+        return num_warps / Shape::kPartWarps * Shape::kPartKeys;
+    }
+
     // Returns the number of tiles of all samples and key heads.
     template <typename Shape> int64_t set_tiles(const DecodeParams &p) {
         group = p.nheads / p.nheads_k, per_group = (1u << 31) / group + 1;
@@ -86,7 +90,7 @@ struct Splits {
         // Samples of a packed batch may have more than max_seqlen_q rows.
         const int64_t all_rows = int64_t(group) * p.seqlen_q * (p.cu_seqlens_q ? 1 : p.batch_size);
         const int64_t block_steps = (all_rows / Shape::kBlockM + p.batch_size) *
-                                    (p.seqlen_k / Shape::block_keys(Shape::kNumWarps) + 1);
+                                    (p.seqlen_k / block_keys_of<Shape>(Shape::kNumWarps) + 1);
         if (items > INT32_MAX / 512 || block_steps > INT32_MAX / 2)
             throw std::invalid_argument("minimal_attn: the call has over 2^22 tiles of rows, or 2^30 steps of a tile "
                                         "and its keys; divide the batch into several calls");
@@ -113,11 +117,11 @@ struct Splits {
     // Returns whether a block has a multiprocessor for itself. Then it has twice as many warps, unless steps are few.
     template <typename Shape> bool set_warps(const DecodeParams &p, int64_t items, bool may_double) {
         const bool are_alone = may_double && !p.num_splits && cluster * items <= p.num_sms &&
-                               p.seqlen_k > 2 * Shape::block_keys(Shape::kNumWarps) * cluster;
+                               p.seqlen_k > 2 * block_keys_of<Shape>(Shape::kNumWarps) * cluster;
         // Begun early, such blocks would gather on multiprocessors that are free. A mixed batch overlaps anyway.
         may_overlap = !are_alone || p.phase != Phase::kAlone;
         num_warps = (are_alone ? 2 : 1) * Shape::kNumWarps;
-        block_keys = Shape::block_keys(num_warps), step_keys = block_keys * cluster;
+        block_keys = block_keys_of<Shape>(num_warps), step_keys = block_keys * cluster;
         if (p.seqlen_k > INT32_MAX - 2 * step_keys)
             throw std::invalid_argument("minimal_attn: a sample has over 2^31 - 4096 keys");
         return are_alone;
@@ -140,9 +144,6 @@ struct KernelParams : DecodeParams {
     Splits splits;
     ScoreFactors<float> factors;
     bool is_raw;  // without a softcap, q·k needs no factor
-
-    KernelParams(const DecodeParams &p, const Splits &splits)
-        : DecodeParams(p), splits(splits), factors(p), is_raw(factors.of_qk == 1) {}
 };
 
 }  // namespace decoding

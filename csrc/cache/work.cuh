@@ -22,7 +22,7 @@ template <typename Shape> struct Sample {
         num_rows = seq.is_served(p) ? seq.seqlen_q * splits.group : 0;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
         may_split = splits.may_split && num_rows > 0 && num_rows <= splits.rows;
-        const int begin = Mask(seq.seqlen_q, seq.seqlen_k, p).keys(0).begin & -Shape::kAlignment;
+        const int begin = Mask(seq.seqlen_q, seq.seqlen_k, p).keys(0).begin & -Shape::kPartKeys;
         num_steps = num_tiles ? shift_div(seq.seqlen_k - begin + splits.step_keys - 1, splits.step_keys) : 0;
     }
 };
@@ -50,13 +50,9 @@ struct Plan {
 };
 
 // A work item before its lengths are known. No more items: b is -1.
-struct ItemIndex {
-    int b, h_k, tile, split, first_slot;
-};
+struct ItemIndex { int b, h_k, tile, split, first_slot; };
 
-struct PackedRow {
-    int token, head;
-};
+struct PackedRow { int token, head; };
 
 // A tile of rows, and steps of keys for a cluster.
 template <typename Shape> struct WorkItem {
@@ -82,7 +78,7 @@ template <typename Shape> struct WorkItem {
         const Range first = mask.keys(token), last = mask.keys(packed_row(max(0, rows - 1)).token);
         keys = {first.begin, last.end};
         full = {last.begin, p.tree_mask ? seq.seqlen_k - seq.seqlen_q : first.end};
-        begin = keys.begin & -Shape::kAlignment, end = keys.end;
+        begin = keys.begin & -Shape::kPartKeys, end = keys.end;
         num_splits = plan.count(splits, sample);
         if (split >= num_splits) rows = 0;
         if (num_splits == 1) return;
