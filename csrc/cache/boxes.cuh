@@ -24,11 +24,11 @@ __device__ void load_box(SmemTile<kRows, kHeadDim> &to, int tile_row, const Deco
     load_bytes(to, x, full, box.row, h_k, max(0, min(box.sequence, p.num_sequences - 1)), tile_row);
 }
 
-struct CacheTensors { TmaTensor k, v; };
-
-template <int kHeadDim>
-TmaTensor make_cache_tensor(const char *name, const Tensor &x, const DecodeParams &p, int head_dim) {
-    return make_tma_tensor<kHeadDim>(name, x, p.num_sequences, p.nheads_k, p.page_size, head_dim, p.box_rows);
-}
+struct CacheBoxes {
+    template <int kHeadDim>
+    static TmaTensor make_tensor(const char *name, const Tensor &x, const DecodeParams &p, int head_dim) {
+        return make_tma_tensor<kHeadDim>(name, x, p.num_sequences, p.nheads_k, p.page_size, head_dim, p.box_rows);
+    }
+};
 
 }  // namespace sm90

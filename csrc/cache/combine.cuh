@@ -39,6 +39,11 @@ struct RowSum {
     float row_max = -FLT_MAX, row_sum = 0.f;  // the maximum is finite: exp2(-inf - row_max) is 0, not NaN
     float4 o = {};
 
+    __device__ void add(const RowSum &x) {  // row_max is that of both
+        const float factor = exp2_approx(x.row_max - row_max);
+        row_sum = fmaf(x.row_sum, factor, row_sum);
+        o = {fmaf(x.o.x, factor, o.x), fmaf(x.o.y, factor, o.y), fmaf(x.o.z, factor, o.z), fmaf(x.o.w, factor, o.w)};
+    }
     template <typename T, typename Shape>
     __device__ void store_output(const KernelParams &p, const WorkItem<Shape> &item, int r, int col) {
         const PackedRow at = item.packed_row(r);
@@ -69,36 +74,25 @@ struct Terms {
     // Adds them in their order.
     __device__ RowSum sum(int r, int col) const {
         constexpr int kLoads = 8;  // do not wait for one another
-        auto load = [&](int i, float4 &x, float2 &end) {
-            x = *reinterpret_cast<const float4 *>(columns + i * stride + (r * pitch + col - before));
-            end = *reinterpret_cast<const float2 *>(ends + i * end_stride + r * end_pitch);
+        auto load = [&](int i) {
+            const float2 end = *reinterpret_cast<const float2 *>(ends + i * end_stride + r * end_pitch);
+            const auto *o = reinterpret_cast<const float4 *>(columns + i * stride + (r * pitch + col - before));
+            return RowSum{end.x, end.y, *o};
         };
+        if (count == 1) return load(0);
         RowSum sum;
-        float4 &o = sum.o, x[kLoads];
-        float2 end[kLoads];
-        if (count == 1) {
-            load(0, o, end[0]);
-            sum.row_max = end[0].x, sum.row_sum = end[0].y;
-            return sum;
-        }
 #pragma unroll 1
         for (int first = 0; first < count; first += kLoads) {
-            float max = sum.row_max;
+            RowSum next, x[kLoads];
 #pragma unroll
-            for (int i = 0; i < kLoads; i++) {
-                x[i] = {}, end[i] = {-FLT_MAX, 0.f};
-                if (first + i < count) load(first + i, x[i], end[i]);
-            }
-            for (int i = 0; i < kLoads; i++) max = fmaxf(max, end[i].x);
-            const float alpha = exp2_approx(sum.row_max - max);
-            sum.row_max = max, sum.row_sum *= alpha, o = {o.x * alpha, o.y * alpha, o.z * alpha, o.w * alpha};
+            for (int i = 0; i < kLoads; i++)
+                if (first + i < count) x[i] = load(first + i);
+            next.row_max = sum.row_max;
+            for (int i = 0; i < kLoads; i++) next.row_max = fmaxf(next.row_max, x[i].row_max);
+            next.add(sum);
 #pragma unroll
-            for (int i = 0; i < kLoads; i++) {
-                const float beta = exp2_approx(end[i].x - max);
-                sum.row_sum = fmaf(end[i].y, beta, sum.row_sum);
-                o = {fmaf(x[i].x, beta, o.x), fmaf(x[i].y, beta, o.y), fmaf(x[i].z, beta, o.z),
-                     fmaf(x[i].w, beta, o.w)};
-            }
+            for (int i = 0; i < kLoads; i++) next.add(x[i]);
+            sum = next;
         }
         return sum;
     }

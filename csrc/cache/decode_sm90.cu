@@ -24,6 +24,8 @@ template <int kHeadDim_> struct DecodeShape {
     struct Barriers { Barrier full[kMaxWarps / kPartWarps][kStages]; };
 };
 
+struct CacheTensors { TmaTensor k, v; };
+
 // The first warp of a warpgroup asks TMA for its keys and values ahead of the computation, each lane for one box.
 template <typename Shape> struct KeyBoxes {
     const int lane_idx = threadIdx.x % 32;
@@ -137,8 +139,8 @@ void flash_decode(const DecodeParams &p) {
     with_decode_shape(p, [&]<typename Shape>() {
         DecodeParams params = p;
         params.box_rows = cache_box_rows(p, Shape::kPartKeys);
-        const CacheTensors cache{make_cache_tensor<Shape::kHeadDim>("k", p.k, params, p.head_dim),
-                                 make_cache_tensor<Shape::kHeadDim>("v", p.v, params, p.head_dim_v)};
+        const CacheTensors cache{CacheBoxes::make_tensor<Shape::kHeadDim>("k", p.k, params, p.head_dim),
+                                 CacheBoxes::make_tensor<Shape::kHeadDim>("v", p.v, params, p.head_dim_v)};
         const auto kernel = p.dtype == DType::kFloat16 ? decode<__half, Shape> : decode<__nv_bfloat16, Shape>;
         launch_decode<Shape>(kernel, params, splits_of<Shape>(p), cache);
     });

@@ -6,17 +6,13 @@ namespace sm90 {
 
 // K and V have a warp each: with pages of 16 keys, one for both would keep the products waiting. Each lane finds a box,
 // but one lane asks for all: otherwise ptxas loops over the lanes around every instruction.
-template <int kBlockN> struct CachedKeyBlocks {
+template <int kBlockN> struct CachedKeyBlocks : CacheBoxes {
     static constexpr int kLoaders = 2;
     const DecodeParams &p;
     const Tile &tile;
     const Sequence &seq;
     CachePlace box, next;  // of a block, and of the one before it
 
-    template <int kHeadDim>
-    static TmaTensor make_tensor(const char *name, const Tensor &x, const DecodeParams &p, int head_dim) {
-        return make_cache_tensor<kHeadDim>(name, x, p, head_dim);
-    }
     __device__ CachedKeyBlocks(const DecodeParams &p, const Tile &tile, const Sequence &seq, int n_block)
         : p(p), tile(tile), seq(seq) {
         find_next(n_block);
