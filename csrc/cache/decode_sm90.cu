@@ -24,21 +24,15 @@ template <int kHeadDim_> struct DecodeShape {
     struct Barriers { Barrier full[kMaxWarps / kPartWarps][kStages]; };
 };
 
-struct CacheTensors { TmaTensor k, v; };
-
 // The first warp of a warpgroup asks TMA for its keys and values ahead of the computation, each lane for one box.
 template <typename Shape> struct KeyBoxes {
-    const int lane_idx = threadIdx.x % 32;
+    const unsigned lane_idx;
     const KernelParams &p;
-    const CacheTensors &cache;
+    const TmaTensor &k_tma, &v_tma;
     const WorkItem<Shape> &item;
-    int key;           // first of the next step
+    int key;  // first of the next step
     CachePlace box = {};
 
-    __device__ KeyBoxes(const KernelParams &p, const CacheTensors &cache, const WorkItem<Shape> &item, int key)
-        : p(p), cache(cache), item(item), key(key) {
-        find();
-    }
     __device__ int tile_row() const { return lane_idx * p.box_rows; }
     __device__ void find() {
         const int first = key + tile_row();
@@ -50,8 +44,8 @@ template <typename Shape> struct KeyBoxes {
         if (key >= item.end) return;
         if (lane_idx == 0) mbarrier_arrive_expect_tx(full, 2 * 2 * Shape::kPartKeys * Shape::kHeadDim);
         if (tile_row() < Shape::kPartKeys) {
-            load_box(stage.k, tile_row(), p, cache.k, box, item.h_k, full);
-            load_box(stage.v, tile_row(), p, cache.v, box, item.h_k, full);
+            load_box(stage.k, tile_row(), p, k_tma, box, item.h_k, full);
+            load_box(stage.v, tile_row(), p, v_tma, box, item.h_k, full);
         }
         key += p.splits.step_keys;
         find();
@@ -60,7 +54,8 @@ template <typename Shape> struct KeyBoxes {
 
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
-    decode(const __grid_constant__ KernelParams p, const __grid_constant__ CacheTensors cache) {
+    decode(const __grid_constant__ KernelParams p, const __grid_constant__ TmaTensor k_tma,
+           const __grid_constant__ TmaTensor v_tma) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
@@ -73,7 +68,7 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
     Barrier(&full)[kStages] = shared.full[part];
     typename Shape::Stage *const stages = shared.stages() + part * kStages;
     if (threadIdx.x == 0) {
-        prefetch(cache.k.map), prefetch(cache.v.map);
+        prefetch(k_tma.map), prefetch(v_tma.map);
         for (auto &of_part : shared.full)
             for (Barrier &full : of_part) mbarrier_init(full, 1);
         mbarrier_init(shared.results_full, 1);
@@ -85,7 +80,8 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
     uint32_t parity = 0;
     auto add_keys = [&](const WorkItem<Shape> &item, int begin, auto &acc_o, Softmax<1> &softmax) {
         load_q<T>(&shared.q, p, item, [&](int row, int vec) { return shared.q.offset(row, 8 * vec); });
-        KeyBoxes<Shape> keys(p, cache, item, begin);
+        KeyBoxes<Shape> keys{threadIdx.x % 32, p, k_tma, v_tma, item, begin};
+        keys.find();
         if (loads)
             for (int i = 0, to = stage; i < kStages; i++, to = to + 1 == kStages ? 0 : to + 1)
                 keys.load(stages[to], full[to]);
@@ -139,10 +135,10 @@ void flash_decode(const DecodeParams &p) {
     with_decode_shape(p, [&]<typename Shape>() {
         DecodeParams params = p;
         params.box_rows = cache_box_rows(p, Shape::kPartKeys);
-        const CacheTensors cache{CacheBoxes::make_tensor<Shape::kHeadDim>("k", p.k, params, p.head_dim),
-                                 CacheBoxes::make_tensor<Shape::kHeadDim>("v", p.v, params, p.head_dim_v)};
         const auto kernel = p.dtype == DType::kFloat16 ? decode<__half, Shape> : decode<__nv_bfloat16, Shape>;
-        launch_decode<Shape>(kernel, params, splits_of<Shape>(p), cache);
+        launch_decode<Shape>(kernel, params, splits_of<Shape>(p),
+                             CacheBoxes::make_tensor<Shape::kHeadDim>("k", p.k, params, p.head_dim),
+                             CacheBoxes::make_tensor<Shape::kHeadDim>("v", p.v, params, p.head_dim_v));
     });
 }
 
