@@ -8,13 +8,12 @@ namespace simt {
 constexpr int kAppendThreads = 256;
 
 struct AppendGrid {
-    int k_vecs, v_vecs;           // of a row of one head
     unsigned new_parts, q_parts;  // blocks of a row
     int64_t new_blocks, q_blocks, blocks;
 
-    AppendGrid(const AppendParams &p, int vec) : k_vecs(p.head_dim / vec), v_vecs(p.head_dim_v / vec) {
+    AppendGrid(const AppendParams &p, int vec) {
         auto parts = [](int items) { return (unsigned(items) + kAppendThreads - 1) / kAppendThreads; };
-        new_parts = parts(p.nheads_k * (k_vecs + v_vecs)), q_parts = parts(p.nheads * k_vecs);
+        new_parts = parts(p.nheads_k * (p.head_dim + p.head_dim_v) / vec), q_parts = parts(p.nheads * p.head_dim / vec);
         new_blocks = new_parts * int64_t(p.seqlen_new) * (p.cu_seqlens_new ? 1 : p.batch_size);
         q_blocks = q_parts * int64_t(p.seqlen_q) * (p.cu_seqlens_q ? 1 : p.batch_size);
         blocks = new_blocks + q_blocks + (p.lengths ? parts(p.batch_size) : 0);
@@ -71,12 +70,11 @@ __device__ Vec<kVec, T> rotated(const AppendParams &p, const T *x, int col, int 
     return out;
 }
 
-template <typename T, int kVec>
-__device__ void append_vec(const AppendParams &p, const AppendGrid &grid, const SampleRow &at, int vec) {
-    const int h = vec / (grid.k_vecs + grid.v_vecs), of_head = vec - h * (grid.k_vecs + grid.v_vecs);
+template <typename T, int kVec> __device__ void append_vec(const AppendParams &p, const SampleRow &at, int vec) {
+    const int k_vecs = p.head_dim / kVec, vecs = k_vecs + p.head_dim_v / kVec, h = vec / vecs, of_head = vec - h * vecs;
     if (h >= p.nheads_k) return;
-    const bool is_k = of_head < grid.k_vecs;
-    const int col = (is_k ? of_head : of_head - grid.k_vecs) * kVec;
+    const bool is_k = of_head < k_vecs;
+    const int col = (is_k ? of_head : of_head - k_vecs) * kVec;
     const CachePlace to = place_of(p, at);
     const T *from = rows_of<const T>(is_k ? p.k_new : p.v_new, at.batch, h, at.row);
     const Vec<kVec, T> x = is_k ? rotated<kVec>(p, from, col, at.b, at.i) : load<kVec>(from + col);
@@ -84,9 +82,8 @@ __device__ void append_vec(const AppendParams &p, const AppendGrid &grid, const 
     *reinterpret_cast<Vec<kVec, T> *>(rows_of<T>(is_k ? p.k_cache : p.v_cache, to.sequence, h, to.row) + col) = x;
 }
 
-template <typename T, int kVec>
-__device__ void rotate_vec(const AppendParams &p, const AppendGrid &grid, const SampleRow &at, int vec) {
-    const int h = vec / grid.k_vecs, col = (vec - h * grid.k_vecs) * kVec;
+template <typename T, int kVec> __device__ void rotate_vec(const AppendParams &p, const SampleRow &at, int vec) {
+    const int vecs = p.head_dim / kVec, h = vec / vecs, col = (vec - h * vecs) * kVec;
     if (h >= p.nheads) return;
     const T *from = rows_of<const T>(p.q, at.batch, h, at.row);
     *reinterpret_cast<Vec<kVec, T> *>(rows_of<T>(p.q_rotated, at.batch, h, at.row) + col) =
@@ -102,12 +99,12 @@ __global__ void __launch_bounds__(kAppendThreads) append(const AppendParams p, c
     if (block < grid.new_blocks) {
         const int part = block % grid.new_parts;
         const SampleRow at(p.cu_seqlens_new, block / grid.new_parts, p.batch_size, p.seqlen_new);
-        return append_vec<T, kVec>(p, grid, at, part * kAppendThreads + thread);
+        return append_vec<T, kVec>(p, at, part * kAppendThreads + thread);
     }
     block -= unsigned(grid.new_blocks);
     if (block < grid.q_blocks) {
         const int part = block % grid.q_parts;
-        return rotate_vec<T, kVec>(p, grid, q_row_of(p, block / grid.q_parts), part * kAppendThreads + thread);
+        return rotate_vec<T, kVec>(p, q_row_of(p, block / grid.q_parts), part * kAppendThreads + thread);
     }
     const int b = int(block - unsigned(grid.q_blocks)) * kAppendThreads + thread;
     if (b >= p.batch_size) return;
