@@ -17,6 +17,7 @@ template <int kHeadDim_, int kBlockM_> struct WarpShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kMTiles = kBlockM / 16;
     static constexpr int kNumWarps = kHeadDim == 256 ? 2 : 4, kMaxWarps = 2 * kNumWarps;
     static constexpr int kPartWarps = 1, kPartKeys = kHeadDim == 64 ? 32 : 16;
+    static constexpr int kStages = 2;  // or 3, where they fit
     struct Barriers {};
     using Q = uint16_t[kBlockM * kHeadDim];
     struct alignas(1024) Stage { uint16_t k[kPartKeys * kHeadDim], v[kPartKeys * kHeadDim]; };
@@ -155,7 +156,7 @@ template <typename Shape> Splits splits_of(const DecodeParams &p) {
     const int blocks_per_sm = std::min(2, blocks_with(Shape::kNumWarps, 2));
     Splits splits = Splits::make<Shape>(p, blocks_per_sm, blocks_with(Shape::kMaxWarps, 2) > 0);
     const int blocks = splits.num_warps == Shape::kMaxWarps ? 1 : blocks_per_sm;
-    splits.num_stages = blocks_with(splits.num_warps, 3) >= blocks ? 3 : 2;
+    if (blocks_with(splits.num_warps, 3) >= blocks) splits.num_stages = 3;
     return splits;
 }
 

@@ -3,11 +3,8 @@
 //   TMA      K(n+1) V(n+1)              up to two steps ahead, by the first warp of each
 //   wgmma    S = Q K(n)ᵀ ─┐        ┌─ O += P V(n)
 //   softmax               └─ P ────┘    a warp has 16 rows and all keys, so P stays in registers
-#include <algorithm>
-
 #include "cache/boxes.cuh"
 #include "cache/combine.cuh"
-#include "common/device.h"
 
 namespace sm90 {
 
@@ -115,9 +112,7 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1)
 template <typename Shape> Splits splits_of(const DecodeParams &p) {
     static_assert(2 * (BlockMemory<Shape>::bytes(Shape::kNumWarps, Shape::kStages) + 1024) <= 228 << 10);
     static_assert(BlockMemory<Shape>::bytes(Shape::kMaxWarps, Shape::kStages) <= 227 << 10);
-    Splits splits = Splits::make<Shape>(p, 2, true);
-    splits.num_stages = Shape::kStages;
-    return splits;
+    return Splits::make<Shape>(p, 2, true);
 }
 
 // head_dim is at most 128.

@@ -1,9 +1,9 @@
 // The folder cache/ has attention to long caches, see decode.cu. Order in cache/: splits.cuh, work.cuh, rows.cuh,
-// combine.cuh, warps.cuh, decode.cu. Beside it: decode_sm90.cu, boxes.cuh, prefill_sm90.cu.
+// combine.cuh, decode.cu. Beside it: decode_sm90.cu, boxes.cuh, prefill_sm90.cu.
 //
-// How the keys of a cache are divided among blocks of threads. A tile packs rows of a sample and key head. A work item
-// is a tile with a range of its keys, for the blocks of a cluster. They read the steps of the range in turn, and add
-// their results through distributed shared memory. The work items of a tile add theirs in a workspace in global memory.
+// How the keys of a cache are divided among blocks of threads. A work item is a tile of rows with a range of its keys,
+// for the blocks of a cluster. They read the steps of the range in turn, and add their results through distributed
+// shared memory. The work items of a tile add theirs in a workspace in global memory.
 //
 // Lengths are known to the GPU alone. How many work items has a sample?
 //   - With num_splits, and alone in its batch, as many as its length allows.
@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "common/device.h"
 #include "common/launch.h"
 #include "flash_cache.h"
 #include "mods/score_mods.cuh"
@@ -48,7 +47,7 @@ struct Splits {
 
     // blocks_per_sm of Shape::kNumWarps warps. If may_double, one block of twice as many fits a multiprocessor.
     template <typename Shape> static Splits make(const DecodeParams &p, int blocks_per_sm, bool may_double) {
-        Splits x{};
+        Splits x{.num_stages = Shape::kStages};
         const int64_t items = x.set_tiles<Shape>(p);
         const bool are_few = x.set_cluster<Shape>(p, items), are_alone = x.set_warps<Shape>(p, items, may_double);
         x.resident = std::max(1, p.num_sms * (are_alone ? 1 : blocks_per_sm) / x.cluster);
