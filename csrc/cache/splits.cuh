@@ -101,7 +101,7 @@ struct Splits {
     // Returns whether tiles are few and may be long, so that samples get their share of the GPU.
     template <typename Shape> bool set_cluster(const DecodeParams &p, int64_t items) {
         const int pair = compute_capability() >= 90 && p.num_splits != 1 ? 2 : 1;
-        const int most_blocks = p.num_splits ? pair : pair == 2 ? kMaxBlocks : 1;
+        const int most_blocks = p.num_splits ? pair : pair == 2 ? std::min(kMaxBlocks, max_cluster()) : 1;
         // Clusters of 2 fill the GPU once. Those of 4 and 8 fill half of it: more may not fit, as they must lie within
         // parts of a GPU that differ in size.
         cluster = p.num_splits ? pair : 1;

@@ -139,6 +139,7 @@ void set_registers(const char *what, int per_thread) {
 int compute_capability() { return emulator::gpu.capability; }
 bool has_fast_fp64() { return true; }
 int num_sms() { return emulator::gpu.num_sms; }
+int max_cluster() { return 8; }
 size_t max_shared_memory() { return emulator::gpu.max_shared_memory; }
 
 namespace device {
