@@ -185,6 +185,12 @@ template <typename T> struct Memory {
 
 int clamp(int x, int most) { return std::max(0, std::min(x, most)); }
 
+// As append.cu does, while the next kernel may have begun.
+__global__ void store_lengths(int *to, const int *from, int count) {
+    let_next_kernel_begin();
+    for (int b = threadIdx.x; b < count; b += blockDim.x) to[b] = from[b];
+}
+
 // A case, or one sample of it (only >= 0), in memory.
 template <typename T> struct Call {
     const Case &c;
@@ -193,7 +199,7 @@ template <typename T> struct Call {
     int64_t row_stride, v_row_stride;
     Memory<T> q, kv, o;
     Memory<float> lse, slopes, sinks;
-    Memory<int> seqused_k, seqused_q, leftpad_k, batch_idx, page_table, cu_seqlens_q;
+    Memory<int> lengths, seqused_k, seqused_q, leftpad_k, batch_idx, page_table, cu_seqlens_q;
     Memory<uint64_t> tree_mask;
     DecodeParams p{};
     bool is_mixed = false;  // known when it has run
@@ -206,7 +212,7 @@ template <typename T> struct Call {
           row_stride(c.is_interleaved ? c.head_dim + c.head_dim_v : c.head_dim),
           v_row_stride(c.is_interleaved ? row_stride : c.head_dim_v), q(numbers(rows * c.nheads * c.head_dim)),
           kv(cache()), o(std::vector<T>(rows * c.nheads * c.head_dim_v)), lse(std::vector<float>(rows * c.nheads)),
-          slopes(floats(c.nheads)), sinks(floats(c.nheads)), seqused_k(of_samples(c.seqused_k)),
+          slopes(floats(c.nheads)), sinks(floats(c.nheads)), lengths(of_samples(c.seqused_k)), seqused_k(lengths.host),
           seqused_q(of_samples(c.seqused_q)), leftpad_k(of_samples(c.leftpad_k)), batch_idx(of_samples(indices())),
           page_table(tables()), cu_seqlens_q(bounds()), tree_mask(words()) {
         // Rows of q are those of the whole batch.
@@ -335,7 +341,7 @@ template <typename T> struct Call {
         p.softmax_scale = float(c.scale / std::sqrt(double(c.head_dim)));
         c.tree ? p.set_window(-1, -1) : p.set_window(c.left, c.right);
         p.attention_chunk = c.chunk;
-        p.seqused_k = seqused_k.device;
+        p.seqused_k = lengths.device;
         if (is_packed) p.cu_seqlens_q = cu_seqlens_q.device;
         if (!c.seqused_q.empty()) p.seqused_q = seqused_q.device;
         if (!c.leftpad_k.empty()) p.leftpad_k = leftpad_k.device;
@@ -374,6 +380,10 @@ template <typename T> struct Call {
             const std::vector<char> gaps(sizes.workspace_bytes + 1, char(0xff));
             const Memory<char> &workspace = *workspaces.emplace_back(std::make_unique<Memory<char>>(gaps));
             launched.workspace = workspace.device, launched.counters = p.counters, p.counters += sizes.num_counters;
+            if (launched.phase == Phase::kAlone) {
+                lengths.make_nan();
+                launch(store_lengths, 1, 32, 0, nullptr, lengths.device, seqused_k.device, samples);
+            }
             flash_decode(launched);
         };
         launch_by_rows(

@@ -31,7 +31,12 @@ template <typename T> T encode(float x) { return from_float<T>(x); }
 template <typename T> double decode(T x) { return to_float(x); }
 void *allocate(size_t bytes) { return std::malloc(bytes); }
 void release(void *p) { std::free(p); }
-void copy(void *to, const void *from, size_t bytes) { if (bytes) std::memcpy(to, from, bytes); }
+void copy(void *to, const void *from, size_t bytes) {
+#if MINIMAL_ATTN_EMULATED
+    emulator::synchronize();
+#endif
+    if (bytes) std::memcpy(to, from, bytes);
+}
 #endif
 
 bool forward_only_on_hopper = false;
