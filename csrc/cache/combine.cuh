@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cache/rows.cuh"
+#include "cache/work.cuh"
 #include "ptx/memory.cuh"
 
 namespace decoding {

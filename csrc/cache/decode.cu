@@ -16,7 +16,7 @@ using namespace decoding;
 template <int kHeadDim_, int kBlockM_> struct WarpShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kMTiles = kBlockM / 16;
     static constexpr int kNumWarps = kHeadDim == 256 ? 2 : 4, kMaxWarps = 2 * kNumWarps;
-    static constexpr int kPartWarps = 1, kPartKeys = kHeadDim == 64 ? 32 : 16;
+    static constexpr int kPartWarps = 1, kPartKeys = kHeadDim == 64 ? 32 : 16, kBlockKeys = kNumWarps * kPartKeys;
     static constexpr int kStages = 2;  // or 3, where they fit
     struct Barriers {};
     using Q = uint16_t[kBlockM * kHeadDim];
@@ -30,13 +30,9 @@ template <typename T, typename Shape> struct WarpKeys {
     const KernelParams &p;
     const WorkItem<Shape> &item;
     Stage *const stages;  // of the first warp
-    int key, stage = 0;   // of the next step: its first key, and where it is copied to
-    CachePlace place;     // of this lane in the next step, see find()
+    int key, stage = 0;  // of the next step: its first key, and where it is copied to
+    CachePlace place{};  // of this lane in the next step, see find()
 
-    __device__ WarpKeys(const KernelParams &p, const WorkItem<Shape> &item, int key, Stage *stages)
-        : p(p), item(item), stages(stages), key(key) {
-        find();
-    }
     // Every call makes one group of copies, even after the last step.
     __device__ void load() {
         if (key < item.end) {
@@ -59,20 +55,17 @@ template <typename T, typename Shape> struct WarpKeys {
         if (p.splits.num_stages == 3) cp_async_wait<1>();
     }
 
-  private:
     __device__ Stage &at(int stage) const { return stages[stage * int(blockDim.x / 32) + threadIdx.x / 32]; }
     // A step's rows are in one sequence or page.
     __device__ bool rows_are_neighbours() const {
         return !p.page_table || (p.page_size % kRows == 0 && item.seq.k_begin % kRows == 0);
     }
-
     // Finds the first row, or one for each lane if rows are no neighbours. Nothing waits for a page's number.
     __device__ void find() {
         if (key >= item.end) return;
         const int lane_row = rows_are_neighbours() ? 0 : int(threadIdx.x) % kRows;
         place = place_in_cache(p, item.b, item.seq.k_begin + min(key + lane_row, item.keys.end - 1));
     }
-
     template <bool kNeighbours> __device__ void copy() const {
         using Swizzle = sm80::Swizzle<Shape::kHeadDim>;
         constexpr int kRowStep = 32 / kVecs;
@@ -120,7 +113,8 @@ __global__ void __launch_bounds__(32 * Shape::kMaxWarps, 1) decode(const __grid_
     }
     if (p.phase == Phase::kAlone) wait_for_previous_kernel();
     auto add_keys = [&](const WorkItem<Shape> &item, int begin, auto &acc_o, auto &softmax) {
-        WarpKeys<T, Shape> keys(p, item, begin, shared.stages());
+        WarpKeys<T, Shape> keys{p, item, shared.stages(), begin};
+        keys.find();
 #pragma unroll 1
         for (int i = 0; i + 1 < p.splits.num_stages; i++) {  // the first keys before Q: all else waits for them
             keys.load();

@@ -14,7 +14,7 @@ using namespace decoding;
 // A warpgroup has 16 KB of K and of V of a step.
 template <int kHeadDim_> struct DecodeShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockM = 64, kMTiles = 1, kPartKeys = 8192 / kHeadDim;
-    static constexpr int kNumWarps = 4, kMaxWarps = 8, kPartWarps = 4;
+    static constexpr int kNumWarps = 4, kMaxWarps = 8, kPartWarps = 4, kBlockKeys = kPartKeys;
     static constexpr int kStages = 3;  // two blocks of a warpgroup with more would not fit a multiprocessor
     using Q = SmemTile<kBlockM, kHeadDim>;
     struct Stage { SmemTile<kPartKeys, kHeadDim> k, v; };

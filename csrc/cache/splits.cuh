@@ -1,4 +1,4 @@
-// The folder cache/ has attention to long caches, see decode.cu. Order in cache/: splits.cuh, work.cuh, rows.cuh,
+// The folder cache/ has attention to long caches, see decode.cu. Order in cache/: splits.cuh, work.cuh,
 // combine.cuh, decode.cu. Beside it: decode_sm90.cu, boxes.cuh, prefill_sm90.cu.
 //
 // How the keys of a cache are divided among blocks of threads. A work item is a tile of rows with a range of its keys,
@@ -53,7 +53,15 @@ struct Splits {
         x.resident = std::max(1, p.num_sms * (are_alone ? 1 : blocks_per_sm) / x.cluster);
         // More rows take longer to add.
         x.min_steps = std::max(1, (are_few ? Shape::kBlockM / 2 : p.num_splits ? 32 : 128) / x.num_warps);
-        x.set_items(p, items, are_few);
+        const int64_t steps = p.seqlen_k / x.step_keys + 2;
+        const int64_t most = are_few ? x.resident / p.nheads_k : p.num_splits / x.cluster;
+        x.max_items = int(std::min(most, std::max<int64_t>(1, steps / x.min_steps)));
+        x.may_split = x.max_items ? x.max_items > 1 : steps > x.min_steps;
+        x.by_share = are_few && x.may_split && p.batch_size > 1;
+        // With shares, a sample with less than one has a work item, too.
+        const int64_t clusters_of_head = x.max_items + p.batch_size - 1;
+        x.num_clusters = int(x.by_share ? p.nheads_k * clusters_of_head : items * std::max(1, x.max_items));
+        x.resident = std::min(x.num_clusters, x.resident);
         return x;
     }
     __device__ bool has_clusters() const {  // they need Hopper
@@ -75,10 +83,6 @@ struct Splits {
     }
 
   private:
-    template <typename Shape> static constexpr int block_keys_of(int num_warps) {
-        return num_warps / Shape::kPartWarps * Shape::kPartKeys;
-    }
-
     // Returns the number of tiles of all samples and key heads.
     template <typename Shape> int64_t set_tiles(const DecodeParams &p) {
         group = p.nheads / p.nheads_k, per_group = (1u << 31) / group + 1;
@@ -89,7 +93,7 @@ struct Splits {
         // Samples of a packed batch may have more than max_seqlen_q rows.
         const int64_t all_rows = int64_t(group) * p.seqlen_q * (p.cu_seqlens_q ? 1 : p.batch_size);
         const int64_t block_steps = (all_rows / Shape::kBlockM + p.batch_size) *
-                                    (p.seqlen_k / block_keys_of<Shape>(Shape::kNumWarps) + 1);
+                                    (p.seqlen_k / Shape::kBlockKeys + 1);
         if (items > INT32_MAX / 512 || block_steps > INT32_MAX / 2)
             throw std::invalid_argument("minimal_attn: the call has over 2^22 tiles of rows, or 2^30 steps of a tile "
                                         "and its keys; divide the batch into several calls");
@@ -97,7 +101,6 @@ struct Splits {
         tiles = int(most_tiles), tiles_of_head = int(p.batch_size * most_tiles);
         return items;
     }
-
     // Returns whether tiles are few and may be long, so that samples get their share of the GPU.
     template <typename Shape> bool set_cluster(const DecodeParams &p, int64_t items) {
         const int pair = compute_capability() >= 90 && p.num_splits != 1 ? 2 : 1;
@@ -112,29 +115,17 @@ struct Splits {
         if (are_few) cluster = pair;
         return are_few;
     }
-
     // Returns whether a block has a multiprocessor for itself. Then it has twice as many warps, unless steps are few.
     template <typename Shape> bool set_warps(const DecodeParams &p, int64_t items, bool may_double) {
         const bool are_alone = may_double && !p.num_splits && cluster * items <= p.num_sms &&
-                               p.seqlen_k > 2 * block_keys_of<Shape>(Shape::kNumWarps) * cluster;
+                               p.seqlen_k > 2 * Shape::kBlockKeys * cluster;
         // Begun early, such blocks would gather on multiprocessors that are free. A mixed batch overlaps anyway.
         may_overlap = !are_alone || p.phase != Phase::kAlone;
         num_warps = (are_alone ? 2 : 1) * Shape::kNumWarps;
-        block_keys = block_keys_of<Shape>(num_warps), step_keys = block_keys * cluster;
+        block_keys = (are_alone ? 2 : 1) * Shape::kBlockKeys, step_keys = block_keys * cluster;
         if (p.seqlen_k > INT32_MAX - 2 * step_keys)
             throw std::invalid_argument("minimal_attn: a sample has over 2^31 - 4096 keys");
         return are_alone;
-    }
-
-    void set_items(const DecodeParams &p, int64_t items, bool are_few) {
-        const int64_t steps = p.seqlen_k / step_keys + 2;
-        const int64_t most = are_few ? resident / p.nheads_k : p.num_splits / cluster;
-        max_items = int(std::min(most, std::max<int64_t>(1, steps / min_steps)));
-        may_split = max_items ? max_items > 1 : steps > min_steps;
-        by_share = are_few && may_split && p.batch_size > 1;
-        // With shares, a sample with less than one has a work item, too.
-        num_clusters = int(by_share ? p.nheads_k * (max_items + p.batch_size - 1) : items * std::max(1, max_items));
-        resident = std::min(num_clusters, resident);
     }
 };
 
