@@ -2,8 +2,6 @@
 // blocks of a cluster through distributed shared memory, of the work items of a sample through the workspace.
 #pragma once
 
-#include <algorithm>
-
 #include "cache/work.cuh"
 #include "ptx/memory.cuh"
 
@@ -113,9 +111,6 @@ template <typename Shape> struct BlockMemory : Shape::Barriers {
     // Behind it lie the parts' rings of stages. After a work item's last step their results replace them.
     __device__ auto *stages() { return reinterpret_cast<typename Shape::Stage *>(this + 1); }
     __device__ auto *partial() { return reinterpret_cast<PartialResult<Shape> *>(this + 1); }
-    __device__ auto &results(int num_parts) {
-        return *reinterpret_cast<ClusterResults<Shape> *>(partial() + num_parts);
-    }
     static constexpr size_t bytes(int num_warps, int num_stages) {
         const size_t num_parts = num_warps / Shape::kPartWarps;
         return sizeof(BlockMemory) +
@@ -127,10 +122,9 @@ template <typename Shape> struct BlockMemory : Shape::Barriers {
 template <typename Shape, typename... More>
 void launch_decode(void (*kernel)(KernelParams, More...), const DecodeParams &p, const Splits &splits,
                    const std::type_identity_t<More> &...more) {
-    const ScoreFactors<float> factors(p);
     launch_clusters(splits.cluster, kernel, int64_t(splits.num_clusters) * splits.cluster, 32 * splits.num_warps,
                     BlockMemory<Shape>::bytes(splits.num_warps, splits.num_stages), p.stream,
-                    KernelParams{p, splits, factors, factors.of_qk == 1}, more...);
+                    KernelParams{p, splits, ScoreFactors<float>(p), Scores<>(p).is_raw}, more...);
 }
 
 // Ends a work item: adds the partial results of the block's parts, of the cluster's blocks, and of the tile's work
@@ -143,7 +137,7 @@ __device__ void combine(const KernelParams &p, const Scheduler<Shape> &scheduler
     constexpr int kPartSize = sizeof(PartialResult<Shape>) / sizeof(float), kPartPitch = PartialResult<Shape>::kPitch;
     const Splits &splits = scheduler.splits;
     const int cluster = splits.cluster, rank = scheduler.rank, num_parts = splits.num_warps / Shape::kPartWarps;
-    ClusterResults<Shape> &results = shared.results(num_parts);
+    auto &results = *reinterpret_cast<ClusterResults<Shape> *>(shared.partial() + num_parts);
     Barrier &full = shared.results_full;
     const int count = item.rows * kVecs, share = ceil_div(count, cluster);
     const int begin = min(count, rank * share);
@@ -235,8 +229,8 @@ __device__ void decode_items(const KernelParams &p, BlockMemory<Shape> &shared, 
         __syncthreads();  // all have read the results
     }
     store_padding<T>(p);
-    // The next kernel relies on it.
-    if (p.phase != Phase::kAlone && blockIdx.x == 0) wait_for_previous_kernel();  // unobserved by the emulator: no case
+    if (p.phase != Phase::kAlone && blockIdx.x == 0)
+        wait_for_previous_kernel();  // unobserved by the emulator: the next kernel relies on it, and no case has one
 }
 
 }  // namespace decoding

@@ -127,8 +127,7 @@ DecodeSizes decode_sizes(const DecodeParams &p) {
 
 void flash_decode(const DecodeParams &p) {
     if (compute_capability() != 90) throw std::runtime_error("minimal_attn: decode_sm90.cu needs a GPU of sm_90");
-    with_decode_shape(p, [&]<typename Shape>() {
-        DecodeParams params = p;
+    with_decode_shape(p, [&, params = p]<typename Shape>() mutable {
         params.box_rows = cache_box_rows(p, Shape::kPartKeys);
         const auto kernel = p.dtype == DType::kFloat16 ? decode<__half, Shape> : decode<__nv_bfloat16, Shape>;
         launch_decode<Shape>(kernel, params, splits_of<Shape>(p),

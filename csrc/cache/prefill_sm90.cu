@@ -17,7 +17,6 @@ template <int kBlockN> struct CachedKeyBlocks : CacheBoxes {
         : p(p), tile(tile), seq(seq) {
         find_next(n_block);
     }
-
     __device__ static void begin_tile() {
         __syncwarp();  // no lane is still waiting for this tile when others wait for the next
     }
@@ -51,8 +50,7 @@ struct Cached : Plain {
 
 void flash_prefill(const DecodeParams &p) {
     if (compute_capability() != 90) throw std::runtime_error("minimal_attn: prefill_sm90.cu needs a GPU of sm_90");
-    with_shape<Cached>(p.max_head_dim(), [&]<typename Shape>() {
-        DecodeParams params = p;
+    with_shape<Cached>(p.max_head_dim(), [&, params = p]<typename Shape>() mutable {
         params.box_rows = cache_box_rows(p, Shape::kBlockN);
         launch_fwd<Shape>(params);
     });

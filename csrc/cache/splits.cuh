@@ -133,7 +133,7 @@ struct Splits {
 struct KernelParams : DecodeParams {
     Splits splits;
     ScoreFactors<float> factors;
-    bool is_raw;  // without a softcap, q·k needs no factor
+    bool is_raw;  // without a softcap, q·k is the score
 };
 
 }  // namespace decoding

@@ -1,4 +1,4 @@
-// How the GPU divides the keys of a cache by the lengths of samples, see splits.cuh; Q and scores of a work item's rows.
+// How the GPU divides the keys of a cache by the lengths of samples (splits.cuh). Q and scores of a work item's rows.
 #pragma once
 
 #include "cache/splits.cuh"
@@ -53,7 +53,6 @@ struct Plan {
 
 // A work item before its lengths are known. No more items: b is -1.
 struct ItemIndex { int b, h_k, tile, split, first_slot; };
-
 struct PackedRow { int token, head; };
 
 // A tile of rows, and steps of keys for a cluster.
@@ -107,8 +106,8 @@ __device__ void load_q(void *sQ, const KernelParams &p, const WorkItem<Shape> &i
     cp_async_commit();
 }
 
-// q·k of a step, from `key0` on, become scores (mods/score_mods.cuh). Hidden ones are -inf. The softmax and acc_o follow
-// the maximum. acc_s: accumulators as in softmax.cuh; row0: the warp's first.
+// q·k of a step, from `key0` on, become scores (mods/score_mods.cuh), -inf where a row sees no key. The softmax and
+// acc_o follow the maximum. acc_s: accumulators as in softmax.cuh; row0: the warp's first.
 template <typename Shape, int kMTiles, int kNTiles, int kDTiles>
 __device__ void update(float (&acc_s)[kMTiles][kNTiles][4], float (&acc_o)[kMTiles][kDTiles][4],
                        Softmax<kMTiles> &softmax, const KernelParams &p, const WorkItem<Shape> &item, int row0,
@@ -161,9 +160,9 @@ template <typename Shape> struct Scheduler {
         }
     };
     struct Shared {
-        Sums sums[8];     // of the warps
-        int next[2];      // later items, by turns
-        int arrived;
+        Sums sums[8];  // of the warps
+        int next[2];   // later items, by turns
+        int arrived;   // work items of a sample before this one
     };
     const KernelParams &p;
     const Splits &splits;

@@ -49,7 +49,7 @@ bool can_launch_early() {
 }
 int max_cluster() {
     return once_per_device([](int device) {
-        const int bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);  // a multiprocessor for each block
+        const int bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);  // one block each
         device::check_cuda(cudaFuncSetAttribute(probe, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
         cudaLaunchAttribute cluster{.id = cudaLaunchAttributeClusterDimension};
         cudaLaunchConfig_t config{.blockDim = dim3(32), .dynamicSmemBytes = size_t(bytes), .attrs = &cluster,

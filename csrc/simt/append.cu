@@ -37,17 +37,6 @@ template <int kVec, typename T> __device__ Vec<kVec, T> load(const T *from) {
     return *reinterpret_cast<const Vec<kVec, T> *>(from);
 }
 
-// cos or sin of columns [col, col + kVec). `row` has `half` numbers.
-template <int kVec, typename T> __device__ Vec<kVec, T> angles(const T *row, int col, int half, bool is_interleaved) {
-    constexpr int kHalf = (kVec + 1) / 2;
-    const T *from = row + (is_interleaved ? col / 2 : col < half ? col : col - half);
-    const Vec<kHalf, T> low = load<kHalf>(from), high = is_interleaved ? low : load<kHalf>(from + kVec / 2);
-    Vec<kVec, T> out;
-#pragma unroll
-    for (int e = 0; e < kVec; e++) out.x[e] = is_interleaved ? low.x[e / 2] : (e < kHalf ? low : high).x[e % kHalf];
-    return out;
-}
-
 // Pairs (x, y) become (x cos - y sin, y cos + x sin) in fp32, rounded once. Row i of sample b gives the position.
 template <int kVec, typename T>
 __device__ Vec<kVec, T> rotated(const AppendParams &p, const T *x, int col, int b, int i) {
@@ -56,9 +45,17 @@ __device__ Vec<kVec, T> rotated(const AppendParams &p, const T *x, int col, int 
     const bool is_interleaved = p.rotary_interleaved;
     const int half = p.rotary_dim / 2, opposite = col < half ? col + half : col - half;
     const Vec<kVec, T> others = load<kVec>(x + (is_interleaved ? (kVec == 1 ? col ^ 1 : col) : opposite));
-    const int64_t table = int64_t(rotary_row(p, b, i)) * half;
-    const auto cos = angles<kVec>(static_cast<const T *>(p.rotary_cos) + table, col, half, is_interleaved);
-    const auto sin = angles<kVec>(static_cast<const T *>(p.rotary_sin) + table, col, half, is_interleaved);
+    const int64_t at = int64_t(rotary_row(p, b, i)) * half + (is_interleaved ? col / 2 : min(col, opposite));
+    auto numbers = [&](const void *table) {  // cos or sin of the columns
+        constexpr int kHalf = (kVec + 1) / 2;
+        const T *from = static_cast<const T *>(table) + at;
+        const Vec<kHalf, T> low = load<kHalf>(from), high = is_interleaved ? low : load<kHalf>(from + kVec / 2);
+        Vec<kVec, T> out;
+#pragma unroll
+        for (int e = 0; e < kVec; e++) out.x[e] = is_interleaved ? low.x[e / 2] : (e < kHalf ? low : high).x[e % kHalf];
+        return out;
+    };
+    const auto cos = numbers(p.rotary_cos), sin = numbers(p.rotary_sin);
     Vec<kVec, T> out;
 #pragma unroll
     for (int e = 0; e < kVec; e++) {
@@ -95,18 +92,15 @@ __global__ void __launch_bounds__(kAppendThreads) append(const AppendParams p, c
     // The next kernel, often decode.cu, waits for these keys itself. launch() has waited for all earlier ones.
     let_next_kernel_begin();
     unsigned block = blockIdx.x;
-    const int thread = threadIdx.x;
     if (block < grid.new_blocks) {
-        const int part = block % grid.new_parts;
         const SampleRow at(p.cu_seqlens_new, block / grid.new_parts, p.batch_size, p.seqlen_new);
-        return append_vec<T, kVec>(p, at, part * kAppendThreads + thread);
+        return append_vec<T, kVec>(p, at, block % grid.new_parts * kAppendThreads + threadIdx.x);
     }
     block -= unsigned(grid.new_blocks);
-    if (block < grid.q_blocks) {
-        const int part = block % grid.q_parts;
-        return rotate_vec<T, kVec>(p, q_row_of(p, block / grid.q_parts), part * kAppendThreads + thread);
-    }
-    const int b = int(block - unsigned(grid.q_blocks)) * kAppendThreads + thread;
+    if (block < grid.q_blocks)
+        return rotate_vec<T, kVec>(p, q_row_of(p, block / grid.q_parts),
+                                   block % grid.q_parts * kAppendThreads + threadIdx.x);
+    const int b = int(block - unsigned(grid.q_blocks)) * kAppendThreads + int(threadIdx.x);
     if (b >= p.batch_size) return;
     const NewRows rows(p, b);
     p.lengths[b] = min(p.capacity, rows.taken + rows.count);

@@ -51,7 +51,7 @@ void enqueue(int64_t blocks, int threads, int cluster, size_t shared_bytes, bool
     if (last) last->next_kernel = &stream.back();
 }
 
-void synchronize() {
+void wait_for_kernels() {
     std::list<Scheduler> launched = std::exchange(stream, {});
     for (Scheduler &kernel : launched) kernel.previous_has_ended = 1, kernel.run();
 }

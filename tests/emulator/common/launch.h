@@ -65,7 +65,7 @@ void stored_16_bytes(const void *to);
 // Kernels in the order of a stream. The host waits for all of them.
 void enqueue(int64_t blocks, int threads, int cluster, size_t shared_bytes, bool may_begin_early,
              std::function<void()> kernel);
-void synchronize();
+void wait_for_kernels();
 
 struct Index { unsigned x; };
 

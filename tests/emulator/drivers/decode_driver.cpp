@@ -170,19 +170,6 @@ const std::vector<Case> cases = {
     prefill({"mixed_padding", b16, 2, 1, 0, 64, 64, 32, 5, {150, 150}, -1, 0, {}, {0, 5, 100}}, 20),
 };
 
-// What has ones in all bits is NaN, or must be written before it is read.
-template <typename T> struct Memory {
-    std::vector<T> host;
-    T *device;
-    explicit Memory(std::vector<T> x) : host(x), device(static_cast<T *>(allocate(bytes()))) { upload(); }
-    Memory(const Memory &) = delete;
-    ~Memory() { release(device); }
-    size_t bytes() const { return host.size() * sizeof(T); }
-    void upload() { copy(device, host.data(), bytes()); }
-    void fetch() { copy(host.data(), device, bytes()); }
-    void make_nan() { std::memset(static_cast<void *>(host.data()), 0xff, bytes()), upload(); }
-};
-
 int clamp(int x, int most) { return std::max(0, std::min(x, most)); }
 
 // As append.cu does, while the next kernel may have begun.
@@ -363,23 +350,15 @@ template <typename T> struct Call {
         o.make_nan(), lse.make_nan();
         Memory<int> tile_counter({0});
         p.tile_counter = tile_counter.device;
-        // Each launch has its own, as in decode_op.cpp, and nothing to spare.
-        int64_t num_counters = 1;
-        auto count = [&](int64_t number) { num_counters += number; };
-        const FewestRows fewest{c.tall, c.prefill};
-        launch_by_rows(
-            p, fewest, num_sms(), true, [](const DecodeParams &) {},
-            [&](const DecodeParams &p) { count(sm90::decode_sizes(p).num_counters); },
-            [&](const DecodeParams &p) { count(sm80::decode_sizes(p).num_counters); });
-        const std::vector<int> zeros(num_counters);
-        Memory<int> counters(zeros);
-        p.counters = counters.device;
         std::vector<std::unique_ptr<Memory<char>>> workspaces;  // until all launches have ended
+        std::vector<std::unique_ptr<Memory<int>>> counters;     // of each launch, and nothing to spare
         auto decode = [&](DecodeParams launched, DecodeSizes sizes, void (*flash_decode)(const DecodeParams &)) {
             // Gaps in it are read, and what is read there is ignored.
             const std::vector<char> gaps(sizes.workspace_bytes + 1, char(0xff));
             const Memory<char> &workspace = *workspaces.emplace_back(std::make_unique<Memory<char>>(gaps));
-            launched.workspace = workspace.device, launched.counters = p.counters, p.counters += sizes.num_counters;
+            const std::vector<int> zeros(sizes.num_counters + 1);
+            counters.push_back(std::make_unique<Memory<int>>(zeros));
+            launched.workspace = workspace.device, launched.counters = counters.back()->device;
             if (launched.phase == Phase::kAlone) {
                 lengths.make_nan();
                 launch(store_lengths, 1, 32, 0, nullptr, lengths.device, seqused_k.device, samples);
@@ -387,16 +366,17 @@ template <typename T> struct Call {
             flash_decode(launched);
         };
         launch_by_rows(
-            p, fewest, num_sms(), true,
+            p, FewestRows{c.tall, c.prefill}, num_sms(), true,
             [&](const DecodeParams &p) {
                 is_mixed = p.phase != Phase::kAlone;
                 if (p.phase != Phase::kPrefill || has_first_prefill) sm90::flash_prefill(p);
             },
             [&](const DecodeParams &p) { decode(p, sm90::decode_sizes(p), sm90::flash_decode); },
             [&](const DecodeParams &p) { decode(p, sm80::decode_sizes(p), sm80::flash_decode); });
-        o.fetch(), lse.fetch(), counters.fetch();
-        if (std::count(counters.host.begin(), counters.host.end(), 0) != std::ssize(counters.host))
-            throw std::runtime_error("counters are not 0 again");
+        o.fetch(), lse.fetch();
+        for (auto &x : counters)
+            if (x->fetch(); std::count(x->host.begin(), x->host.end(), 0) != std::ssize(x->host))
+                throw std::runtime_error("counters are not 0 again");
     }
 
     // The place of row i of sample b of the whole case, in o and lse of this call.
