@@ -50,18 +50,12 @@ struct Case {
     int capacity() const { return pages ? size * pages : size; }
 };
 
-Case chunks(Case c, int chunk) {
-    c.chunk = chunk;
-    return c;
-}
-Case prefill(Case c, int rows = 1) {
-    c.prefill = rows;
-    return c;
-}
-Case tall(Case c, int rows = 1, int prefill = INT_MAX) {
-    c.tall = rows, c.prefill = prefill;
-    return c;
-}
+Case chunks(Case c, int chunk) { return c.chunk = chunk, c; }
+Case prefill(Case c, int rows = 1) { return c.prefill = rows, c; }
+Case tall(Case c, int rows = 1, int prefill = INT_MAX) { return c.tall = rows, c.prefill = prefill, c; }
+Case splits(Case c, int num_splits) { return c.num_splits = num_splits, c; }
+Case tree(Case c, Case::Tree tree = Case::kBranches) { return c.tree = tree, c; }
+Case longest(Case c, int max_seqlen_q) { return c.max_seqlen_q = max_seqlen_q, c; }
 
 constexpr int kPadding = 19;  // rows after the last sample of a packed batch
 constexpr DType f16 = DType::kFloat16, b16 = DType::kBFloat16;
@@ -97,36 +91,29 @@ const std::vector<Case> cases = {
     {"sinks",      b16,  4, 2, 1, 128, 128,  200, 0, {200, 0, 64}, -1, -1, {}, {}, {}, 0, 1, false, true},
     {"everything", b16,  4, 2, 3, 104,  64,   16, 13, {200, 90, 7}, 150, 0, {3, 0, 1}, {}, {}, 3, -1, true, true},
     {"packed",     f16,  4, 2, 0,  64,  64,   16, 12, {180, 60, 5, 0}, -1, 0, {}, {0, 1, 4, 4, 7}},
-    {"packed_long", b16, 4, 1, 0, 128, 128,  200, 0, {180, 200}, -1, 0, {}, {0, 1, 30}, {}, 0, 1, false, false, false,
-     false, 0, 1},
+    longest({"packed_long", b16, 4, 1, 0, 128, 128, 200, 0, {180, 200}, -1, 0, {}, {0, 1, 30}}, 1),
     {"packed_shapes", b16, 16, 1, 0, 128, 128, 1300, 0, {1300, 1200, 100}, -1, 0, {}, {0, 1, 2, 4}},
     {"packed_joins", b16, 4, 1, 0, 128, 128, 1300, 0, {1300, 1200, 1100}, -1, 0, {}, {0, 1, 3, 8}},
     {"packed_padding", f16, 4, 1, 0,  64,  64,  300, 0, {300, 300}, -1, 0, {}, {0, 1, 6}},
     {"tiny_scale", f16,  2, 1, 1,  64,  64,  100, 0, {100}, -1, -1, {}, {}, {}, 0, 1e-38},
     {"packed_ones", b16, 4, 1, 0, 128, 128,   16, 20, {300, 200, 310}, -1, 0, {}, {0, 1, 2, 3}},
     {"seqused_q",  b16,  4, 2, 3,  64,  64,  200, 0, {200, 90}, -1, 0, {}, {}, {1, 3}},
-    {"no_splits",  f16,  4, 2, 1,  64,  64,  300, 0, {300, 100}, -1, -1, {}, {}, {}, 0, 1, false, false, false, false,
-     1},
-    {"tiles_and_splits", f16, 20, 1, 4, 64, 64, 500, 0, {500, 300}, -1, 0, {}, {}, {}, 0, 1, false, false, false, false,
-     5},
-    {"three_splits", b16, 4, 2, 2, 128, 128, 400, 0, {400, 300, 10}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
-     false, 3},
+    splits({"no_splits", f16, 4, 2, 1, 64, 64, 300, 0, {300, 100}}, 1),
+    splits({"tiles_and_splits", f16, 20, 1, 4, 64, 64, 500, 0, {500, 300}, -1, 0}, 5),
+    splits({"three_splits", b16, 4, 2, 2, 128, 128, 400, 0, {400, 300, 10}, -1, 0}, 3),
     {"scale_0",    f16,  2, 1, 1,  64,  64,  100, 0, {100}, -1, -1, {}, {}, {}, 0, 0},
     {"scale_30",   b16,  2, 1, 1, 128, 128,  300, 0, {300, 70}, -1, -1, {}, {}, {}, 0, 30},
     {"clamped",    f16,  2, 1, 1,  64,  64,   16, 4, {1 << 30, -5}},
-    {"tree",       b16,  4, 2, 5, 128, 128,  300, 0, {300, 66, 5, 3}, -1, -1, {}, {}, {}, 0, 1, false, false, false,
-     false, 0, 0, Case::kBranches},
-    {"tree_tiles", f16,  6, 1, 9,  64,  64,   16, 20, {260, 8, 100}, -1, -1, {3, 0, 50}, {}, {9, 4, 7}, 0, 1, false,
-     true, false, false, 0, 0, Case::kBranches},
-    {"tree_64",    b16,  2, 1, 64, 64,  64,  200, 0, {200, 70}, -1, -1, {}, {}, {}, 0, 1, false, false, false, false, 3,
-     0, Case::kBranches},
-    {"tree_causal", f16, 4, 2, 7,  64,  64,  260, 0, {260, 100, 7}, -1, 0, {}, {}, {}, 0, 1, false, false, false, false,
-     0, 0, Case::kCausal},
+    tree({"tree", b16, 4, 2, 5, 128, 128, 300, 0, {300, 66, 5, 3}}),
+    tree({"tree_tiles", f16, 6, 1, 9, 64, 64, 16, 20, {260, 8, 100}, -1, -1, {3, 0, 50}, {}, {9, 4, 7}, 0, 1, false,
+          true}),
+    tree(splits({"tree_64", b16, 2, 1, 64, 64, 64, 200, 0, {200, 70}}, 3)),
+    tree({"tree_causal", f16, 4, 2, 7, 64, 64, 260, 0, {260, 100, 7}, -1, 0}, Case::kCausal),
     {"many",       f16,  2, 1, 1,  64,  64,   16, 3, std::vector<int>(300, 40)},
     {"uneven",     b16,  2, 1, 1, 128, 128, 3000, 0, {100, 3000, 5, 0, 64, 70}},  // one sample has later work items
     {"uneven_heads", f16, 4, 2, 3, 64, 64,  5000, 0, {4900, 30, 70, 4000}, -1, 0},
-    {"uneven_packed", b16, 1, 1, 0, 128, 128, 9000, 0, {9000, 8000, 50, 60}, -1, 0, {}, {0, 1, 11, 11, 12}, {}, 0, 1,
-     false, false, false, false, 0, 1},  // a sample has more rows than max_seqlen_q, another none
+    // A sample has more rows than max_seqlen_q, another none.
+    longest({"uneven_packed", b16, 1, 1, 0, 128, 128, 9000, 0, {9000, 8000, 50, 60}, -1, 0, {}, {0, 1, 11, 11, 12}}, 1),
     {"uneven_clusters", b16, 1, 1, 1, 128, 128, 9000, 0, {9000, 100}},
     {"uneven_256", f16,  2, 1, 1, 256, 256,   16, 90, {1400, 30, 200}},
     prefill({"prefill", b16, 4, 2, 200, 128, 128, 330, 0, {330, 205, 64}, -1, 0}),
@@ -157,14 +144,12 @@ const std::vector<Case> cases = {
     tall({"tall_everything", b16, 4, 2, 3, 104, 64, 200, 0, {200, 90, 7}, 150, 0, {3, 0, 1}, {}, {}, 3, 3, true, true}),
     tall({"tall_batch_idx", f16, 4, 2, 5, 64, 64, 150, 0, {150, 20, 0}, -1, -1, {}, {}, {}, 0, 1, false, false, true}),
     tall({"tall_seqused_q", b16, 4, 2, 9, 64, 64, 200, 0, {200, 90}, -1, 0, {}, {}, {1, 9}}, 5),
-    tall({"tall_splits", b16, 4, 2, 5, 128, 128, 400, 0, {400, 300, 10}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
-          false, 3}),
+    tall(splits({"tall_splits", b16, 4, 2, 5, 128, 128, 400, 0, {400, 300, 10}, -1, 0}, 3)),
     tall({"tall_clamped", f16, 2, 1, 5, 64, 64, 16, 4, {1 << 30, -5}}),
     tall({"tall_uneven", b16, 2, 1, 5, 128, 128, 3000, 0, {100, 3000, 5, 0, 64, 70}, -1, 0}),
-    tall({"tall_tiles", b16, 4, 1, 0, 128, 128, 200, 0, {180, 200}, -1, 0, {}, {0, 1, 30}, {}, 0, 1, false, false, false,
-          false, 0, 1}),
-    tall({"tall_tree", f16, 6, 1, 9, 64, 64, 16, 20, {260, 8, 100}, -1, -1, {}, {}, {9, 4, 7}, 0, 1, false, true, false,
-          false, 0, 0, Case::kBranches}),
+    tall(longest({"tall_tiles", b16, 4, 1, 0, 128, 128, 200, 0, {180, 200}, -1, 0, {}, {0, 1, 30}}, 1)),
+    tree(tall({"tall_tree", f16, 6, 1, 9, 64, 64, 16, 20, {260, 8, 100}, -1, -1, {}, {}, {9, 4, 7}, 0, 1, false,
+               true})),
     tall({"all_kernels", b16, 4, 2, 0, 128, 128, 16, 14, {200, 180, 100, 224, 5}, -1, 0, {}, {0, 1, 90, 97, 300, 300}},
          5, 50),
     prefill({"mixed_padding", b16, 2, 1, 0, 64, 64, 32, 5, {150, 150}, -1, 0, {}, {0, 5, 100}}, 20),
