@@ -29,7 +29,6 @@ template <typename Shape> struct KeyBoxes {
     const WorkItem<Shape> &item;
     int key;  // first of the next step
     CachePlace box = {};
-
     __device__ int tile_row() const { return lane_idx * p.box_rows; }
     __device__ void find() {
         const int first = key + tile_row();
@@ -130,7 +129,8 @@ void flash_decode(const DecodeParams &p) {
     with_decode_shape(p, [&, params = p]<typename Shape>() mutable {
         params.box_rows = cache_box_rows(p, Shape::kPartKeys);
         const auto kernel = p.dtype == DType::kFloat16 ? decode<__half, Shape> : decode<__nv_bfloat16, Shape>;
-        launch_decode<Shape>(kernel, params, splits_of<Shape>(p),
+        const Splits splits = splits_of<Shape>(p);
+        launch_decode<Shape>(kernel, params, splits,
                              CacheBoxes::make_tensor<Shape::kHeadDim>("k", p.k, params, p.head_dim),
                              CacheBoxes::make_tensor<Shape::kHeadDim>("v", p.v, params, p.head_dim_v));
     });
