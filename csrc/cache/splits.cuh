@@ -1,9 +1,9 @@
-// The folder cache/ has attention to long caches, see decode.cu. Order in cache/: splits.cuh, work.cuh, rows.cuh,
-// combine.cuh, warps.cuh, decode.cu. Beside it: decode_sm90.cu, boxes.cuh, prefill_sm90.cu.
+// The folder cache/ has attention to long caches, see decode.cu. Order in cache/: splits.cuh, work.cuh,
+// combine.cuh, decode.cu. Beside it: decode_sm90.cu, boxes.cuh, prefill_sm90.cu.
 //
-// How the keys of a cache are divided among blocks of threads. A tile packs rows of a sample and key head. A work item
-// is a tile with a range of its keys, for the blocks of a cluster. They read the steps of the range in turn, and add
-// their results through distributed shared memory. The work items of a tile add theirs in a workspace in global memory.
+// How the keys of a cache are divided among blocks of threads. A work item is a tile of rows with a range of its keys,
+// for the blocks of a cluster. They read the steps of the range in turn, and add their results through distributed
+// shared memory. The work items of a tile add theirs in a workspace in global memory.
 //
 // Lengths are known to the GPU alone. How many work items has a sample?
 //   - With num_splits, and alone in its batch, as many as its length allows.
@@ -14,9 +14,9 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "common/device.h"
 #include "common/launch.h"
 #include "flash_cache.h"
+#include "mods/score_mods.cuh"
 
 namespace decoding {
 
@@ -36,6 +36,7 @@ struct Splits {
     int tiles;                   // of a sample and key head, by max_seqlen_q
     int tiles_of_head;           // of all samples
     int cluster, num_warps;      // blocks of a cluster, warps of a block
+    int num_stages;              // of the ring of keys of a part of a block
     int block_keys, step_keys;   // of a step of a block, and of a cluster
     int num_clusters, resident;  // of the launch; at most so many run at the same time
     int min_steps;               // of a work item of a sample that has several; a power of two
@@ -46,27 +47,9 @@ struct Splits {
 
     // blocks_per_sm of Shape::kNumWarps warps. If may_double, one block of twice as many fits a multiprocessor.
     template <typename Shape> static Splits make(const DecodeParams &p, int blocks_per_sm, bool may_double) {
-        Splits x;
-        const int64_t items = x.make_tiles<Shape>(p);
-        const int pair = compute_capability() >= 90 && p.num_splits != 1 ? 2 : 1;
-        const int most_blocks = p.num_splits ? pair : pair == 2 ? kMaxBlocks : 1;
-        // Clusters of 2 fill the GPU once. Those of 4 and 8 fill half of it: more may not fit, as they must lie within
-        // parts of a GPU that differ in size.
-        x.cluster = p.num_splits ? pair : 1;
-        while (x.cluster < most_blocks && (x.cluster == 1 ? 2 : 4 * x.cluster) * items <= p.num_sms) x.cluster *= 2;
-        // From 256 KB of K a block on, half of the GPU is too slow: work items of pairs of blocks fill all of it.
-        const bool are_few = !p.num_splits && x.tiles == 1 && 2 * pair * items <= p.num_sms &&
-                             p.seqlen_k > (128 << 10) / Shape::kHeadDim * x.cluster;
-        if (are_few) x.cluster = pair;
-        // A block that has a multiprocessor for itself has twice as many warps, unless steps are too few.
-        const bool are_alone = may_double && !p.num_splits && x.cluster * items <= p.num_sms &&
-                               p.seqlen_k > 2 * Shape::block_keys(Shape::kNumWarps) * x.cluster;
-        // Begun early, such blocks would gather on multiprocessors that are free. A mixed batch overlaps anyway.
-        x.may_overlap = !are_alone || p.phase != Phase::kAlone;
-        x.num_warps = (are_alone ? 2 : 1) * Shape::kNumWarps;
-        x.block_keys = Shape::block_keys(x.num_warps), x.step_keys = x.block_keys * x.cluster;
-        if (p.seqlen_k > INT32_MAX - 2 * x.step_keys)
-            throw std::invalid_argument("minimal_attn: a sample has over 2^31 - 4096 keys");
+        Splits x{.num_stages = Shape::kStages};
+        const int64_t items = x.set_tiles<Shape>(p);
+        const bool are_few = x.set_cluster<Shape>(p, items), are_alone = x.set_warps<Shape>(p, items, may_double);
         x.resident = std::max(1, p.num_sms * (are_alone ? 1 : blocks_per_sm) / x.cluster);
         // More rows take longer to add.
         x.min_steps = std::max(1, (are_few ? Shape::kBlockM / 2 : p.num_splits ? 32 : 128) / x.num_warps);
@@ -75,11 +58,18 @@ struct Splits {
         x.max_items = int(std::min(most, std::max<int64_t>(1, steps / x.min_steps)));
         x.may_split = x.max_items ? x.max_items > 1 : steps > x.min_steps;
         x.by_share = are_few && x.may_split && p.batch_size > 1;
-        x.num_clusters = int(items * std::max(1, x.max_items));
-        // A sample with less than a share has a work item, too.
-        if (x.by_share) x.num_clusters = int(p.nheads_k * (x.max_items + p.batch_size - 1));
+        // With shares, a sample with less than one has a work item, too.
+        const int64_t clusters_of_head = x.max_items + p.batch_size - 1;
+        x.num_clusters = int(x.by_share ? p.nheads_k * clusters_of_head : items * std::max(1, x.max_items));
         x.resident = std::min(x.num_clusters, x.resident);
         return x;
+    }
+    __device__ bool has_clusters() const {  // they need Hopper
+#if __CUDA_ARCH__ >= 900
+        return cluster > 1;
+#else
+        return false;
+#endif
     }
     // Floats of a row of a partial result in the workspace.
     __host__ __device__ static constexpr int pitch(int head_dim) { return head_dim + 2 * kMaxBlocks; }
@@ -93,8 +83,8 @@ struct Splits {
     }
 
   private:
-    // Sets the sizes of tiles, and returns the number of tiles of all samples and key heads.
-    template <typename Shape> int64_t make_tiles(const DecodeParams &p) {
+    // Returns the number of tiles of all samples and key heads.
+    template <typename Shape> int64_t set_tiles(const DecodeParams &p) {
         group = p.nheads / p.nheads_k, per_group = (1u << 31) / group + 1;
         if (group > 1 << 15) throw std::invalid_argument("minimal_attn: a key head has over 32768 query heads");
         const int64_t packed_rows = int64_t(group) * p.max_seqlen_q;
@@ -103,7 +93,7 @@ struct Splits {
         // Samples of a packed batch may have more than max_seqlen_q rows.
         const int64_t all_rows = int64_t(group) * p.seqlen_q * (p.cu_seqlens_q ? 1 : p.batch_size);
         const int64_t block_steps = (all_rows / Shape::kBlockM + p.batch_size) *
-                                    (p.seqlen_k / Shape::block_keys(Shape::kNumWarps) + 1);
+                                    (p.seqlen_k / Shape::kBlockKeys + 1);
         if (items > INT32_MAX / 512 || block_steps > INT32_MAX / 2)
             throw std::invalid_argument("minimal_attn: the call has over 2^22 tiles of rows, or 2^30 steps of a tile "
                                         "and its keys; divide the batch into several calls");
@@ -111,6 +101,39 @@ struct Splits {
         tiles = int(most_tiles), tiles_of_head = int(p.batch_size * most_tiles);
         return items;
     }
+    // Returns whether tiles are few and may be long, so that samples get their share of the GPU.
+    template <typename Shape> bool set_cluster(const DecodeParams &p, int64_t items) {
+        const int pair = compute_capability() >= 90 && p.num_splits != 1 ? 2 : 1;
+        const int most_blocks = p.num_splits ? pair : pair == 2 ? std::min(kMaxBlocks, max_cluster()) : 1;
+        // Clusters of 2 fill the GPU once. Those of 4 and 8 fill half of it: more may not fit, as they must lie within
+        // parts of a GPU that differ in size.
+        cluster = p.num_splits ? pair : 1;
+        while (cluster < most_blocks && (cluster == 1 ? 2 : 4 * cluster) * items <= p.num_sms) cluster *= 2;
+        // From 256 KB of K a block on, half of the GPU is too slow: work items of pairs of blocks fill all of it.
+        const bool are_few = !p.num_splits && tiles == 1 && 2 * pair * items <= p.num_sms &&
+                             p.seqlen_k > (128 << 10) / Shape::kHeadDim * cluster;
+        if (are_few) cluster = pair;
+        return are_few;
+    }
+    // Returns whether a block has a multiprocessor for itself. Then it has twice as many warps, unless steps are few.
+    template <typename Shape> bool set_warps(const DecodeParams &p, int64_t items, bool may_double) {
+        const bool are_alone = may_double && !p.num_splits && cluster * items <= p.num_sms &&
+                               p.seqlen_k > 2 * Shape::kBlockKeys * cluster;
+        // Begun early, such blocks would gather on multiprocessors that are free. A mixed batch overlaps anyway.
+        may_overlap = !are_alone || p.phase != Phase::kAlone;
+        num_warps = (are_alone ? 2 : 1) * Shape::kNumWarps;
+        block_keys = (are_alone ? 2 : 1) * Shape::kBlockKeys, step_keys = block_keys * cluster;
+        if (p.seqlen_k > INT32_MAX - 2 * step_keys)
+            throw std::invalid_argument("minimal_attn: a sample has over 2^31 - 4096 keys");
+        return are_alone;
+    }
+};
+
+// What the host passes to a kernel.
+struct KernelParams : DecodeParams {
+    Splits splits;
+    ScoreFactors<float> factors;
+    bool is_raw;  // without a softcap, q·k is the score
 };
 
 }  // namespace decoding

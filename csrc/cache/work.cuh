@@ -1,9 +1,11 @@
-// How the GPU divides the keys of a cache by the lengths of samples, see splits.cuh.
+// How the GPU divides the keys of a cache by the lengths of samples (splits.cuh). Q and scores of a work item's rows.
 #pragma once
 
 #include "cache/splits.cuh"
 #include "common/cache_sequence.cuh"
 #include "common/mask.cuh"
+#include "common/scores.cuh"
+#include "common/softmax.cuh"
 #include "ptx/cluster.cuh"
 
 namespace decoding {
@@ -17,11 +19,12 @@ template <typename Shape> struct Sample {
     int num_steps;   // for one tile with all rows
     bool may_split;  // its partial results fit the workspace
 
-    __device__ Sample(const DecodeParams &p, const Splits &splits, int b) : seq(p, b) {
+    __device__ Sample(const KernelParams &p, int b) : seq(p, b) {
+        const Splits &splits = p.splits;
         num_rows = seq.is_served(p) ? seq.seqlen_q * splits.group : 0;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
         may_split = splits.may_split && num_rows > 0 && num_rows <= splits.rows;
-        const int begin = Mask(seq.seqlen_q, seq.seqlen_k, p).keys(0).begin & -Shape::kAlignment;
+        const int begin = Mask(seq.seqlen_q, seq.seqlen_k, p).keys(0).begin & -Shape::kPartKeys;
         num_steps = num_tiles ? shift_div(seq.seqlen_k - begin + splits.step_keys - 1, splits.step_keys) : 0;
     }
 };
@@ -49,38 +52,32 @@ struct Plan {
 };
 
 // A work item before its lengths are known. No more items: b is -1.
-struct ItemIndex {
-    int b, h_k, tile, split, first_slot;
-};
-
-template <typename Shape> struct PackedRow;
+struct ItemIndex { int b, h_k, tile, split, first_slot; };
+struct PackedRow { int token, head; };
 
 // A tile of rows, and steps of keys for a cluster.
-template <typename Shape> struct WorkItem {
+template <typename Shape> struct WorkItem : ItemIndex {
+    const Splits &splits;
     Sequence seq;
-    int b, h_k;
     int rows;                  // of the tile; 0: there is no such item
-    int group;
-    uint32_t per_group;
     int token, head_of_group;  // of its first row
     int begin, end;            // the keys of the cluster; begin is that of a step
     Range keys, full;          // those that some row sees, those that all rows see
-    int num_splits, split;     // work items of the sample, and the number of this one
+    int num_splits;            // work items of the sample
     int slot;                  // of its result in the workspace
 
-    __device__ WorkItem(const DecodeParams &p, const Splits &splits, const Plan &plan, const ItemIndex &at)
-        : b(at.b), h_k(at.h_k), group(splits.group), per_group(splits.per_group), num_splits(1), split(at.split),
-          slot((at.first_slot + at.split) * p.nheads_k + at.h_k) {
-        const Sample<Shape> sample(p, splits, b);
+    __device__ WorkItem(const KernelParams &p, const Plan &plan, const ItemIndex &at)
+        : ItemIndex(at), splits(p.splits), slot((first_slot + split) * p.nheads_k + h_k) {
+        const Sample<Shape> sample(p, b);
         seq = sample.seq;
-        rows = max(0, min(Shape::kBlockM, sample.num_rows - at.tile * Shape::kBlockM));
-        token = at.tile ? floor_div(at.tile * Shape::kBlockM, group) : 0;
-        head_of_group = at.tile * Shape::kBlockM - token * group;
+        rows = max(0, min(Shape::kBlockM, sample.num_rows - tile * Shape::kBlockM));
+        token = tile ? floor_div(tile * Shape::kBlockM, splits.group) : 0;
+        head_of_group = tile * Shape::kBlockM - token * splits.group;
         const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
-        const Range first = mask.keys(token), last = mask.keys(PackedRow<Shape>(*this, max(0, rows - 1)).token);
+        const Range first = mask.keys(token), last = mask.keys(packed_row(max(0, rows - 1)).token);
         keys = {first.begin, last.end};
         full = {last.begin, p.tree_mask ? seq.seqlen_k - seq.seqlen_q : first.end};
-        begin = keys.begin & -Shape::kAlignment, end = keys.end;
+        begin = keys.begin & -Shape::kPartKeys, end = keys.end;
         num_splits = plan.count(splits, sample);
         if (split >= num_splits) rows = 0;
         if (num_splits == 1) return;
@@ -88,23 +85,70 @@ template <typename Shape> struct WorkItem {
         end = min(end, begin + steps.end * splits.step_keys), begin += steps.begin * splits.step_keys;
     }
     __device__ bool all_rows_see(int key, int count) const { return key >= full.begin && key + count <= full.end; }
-};
-
-// A product replaces a slow division.
-template <typename Shape> struct PackedRow {
-    int token, head;
-    __device__ PackedRow(const WorkItem<Shape> &item, int row) {
-        const int offset = item.head_of_group + row, tokens = __umulhi(2 * offset, item.per_group);
-        token = item.token + tokens, head = item.h_k * item.group + offset - tokens * item.group;
+    // A product replaces a slow division.
+    __device__ PackedRow packed_row(int row) const {
+        const int offset = head_of_group + row, tokens = __umulhi(2 * offset, splits.per_group);
+        return {token + tokens, h_k * splits.group + offset - tokens * splits.group};
     }
 };
 
-// Clusters need Hopper.
-#if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
-#define MINIMAL_ATTN_HAS_CLUSTERS 1
-#else
-#define MINIMAL_ATTN_HAS_CLUSTERS 0
-#endif
+// One group of copies, with 0 beyond the sample and head_dim. offset_of(row, vec) is where 16 bytes lie in sQ.
+template <typename T, typename Shape, typename OffsetOf>
+__device__ void load_q(void *sQ, const KernelParams &p, const WorkItem<Shape> &item, OffsetOf offset_of) {
+    constexpr int kVecs = Shape::kHeadDim / 8;
+    for (int i = threadIdx.x; i < Shape::kBlockM * kVecs; i += blockDim.x) {
+        const int r = i / kVecs, vec = i % kVecs;
+        const bool is_needed = r < item.rows && 8 * vec < p.head_dim;
+        const PackedRow at = item.packed_row(is_needed ? r : 0);
+        const T *gQ = rows_of<const T>(p.q, item.b, at.head, item.seq.q_begin + at.token) + 8 * vec;
+        cp_async(shared_address(sQ) + offset_of(r, vec), gQ, is_needed);
+    }
+    cp_async_commit();
+}
+
+// q·k of a step, from `key0` on, become scores (mods/score_mods.cuh), -inf where a row sees no key. The softmax and
+// acc_o follow the maximum. acc_s: accumulators as in softmax.cuh; row0: the warp's first.
+template <typename Shape, int kMTiles, int kNTiles, int kDTiles>
+__device__ void update(float (&acc_s)[kMTiles][kNTiles][4], float (&acc_o)[kMTiles][kDTiles][4],
+                       Softmax<kMTiles> &softmax, const KernelParams &p, const WorkItem<Shape> &item, int row0,
+                       int key0) {
+    const int row = row0 + threadIdx.x % 32 / 4, lane_key = key0 + threadIdx.x % 4 * 2;
+    const int first_new = item.seq.seqlen_k - item.seq.seqlen_q;  // key that the first row has on its diagonal
+    auto for_scores = [&](int i, auto change) {
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++)
+            for (int e = 0; e < 2; e++) change(acc_s[i / 2][n][i % 2 * 2 + e], lane_key + 8 * n + e);
+    };
+    const ScoreFactors<float> &factors = p.factors;
+    const bool is_raw = !factors.has_softcap && p.is_raw && !p.alibi_slopes;
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles && !is_raw; i++) {
+        if (factors.has_softcap) for_scores(i, [&](float &s, int) { s = tanh_approx(s * factors.of_qk); });
+        else if (!p.is_raw) for_scores(i, [&](float &s, int) { s *= factors.of_qk; });
+        if (!p.alibi_slopes) continue;
+        const PackedRow at = item.packed_row(row + 8 * i);  // rows differ in slope
+        if (at.token >= item.seq.seqlen_q) continue;
+        const float slope = p.alibi_slopes[item.b * p.alibi_batch_stride + at.head] * factors.per_unit;
+        for_scores(i, [&](float &s, int key) { s -= slope * fabsf(float(at.token + first_new - key)); });
+    }
+    const bool is_full = item.all_rows_see(key0, 8 * kNTiles);
+    const Mask mask(item.seq.seqlen_q, item.seq.seqlen_k, p);
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles && !is_full; i++) {
+        const int token = item.packed_row(row + 8 * i).token;
+        const Range seen = mask.keys(token);
+        uint64_t word = ~0ull;  // a row of a tree sees all old keys, and the new ones in its word
+        int first_bit = 0;
+        if (p.tree_mask && token < item.seq.seqlen_q)
+            word = p.tree_mask[item.b * p.tree_batch_stride + token], first_bit = first_new;
+        for_scores(i, [&](float &s, int key) {
+            const unsigned bit = key - first_bit;
+            if (!seen.contains(key) || !(bit >= 64 || word >> bit & 1)) s = -INFINITY;
+        });
+    }
+    float alpha[2 * kMTiles];
+    if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
+}
 
 // A cluster's work items, one after another.
 template <typename Shape> struct Scheduler {
@@ -116,11 +160,11 @@ template <typename Shape> struct Scheduler {
         }
     };
     struct Shared {
-        Sums sums[8];     // of the warps
-        int next[2];      // later items, by turns
-        int arrived;
+        Sums sums[8];  // of the warps
+        int next[2];   // later items, by turns
+        int arrived;   // work items of a sample before this one
     };
-    const DecodeParams &p;
+    const KernelParams &p;
     const Splits &splits;
     Shared &shared;
     const int cluster_idx, rank;  // of this cluster, and of this block in it
@@ -128,8 +172,8 @@ template <typename Shape> struct Scheduler {
     int turn = 0;
     bool has_taken = false;
 
-    __device__ Scheduler(const DecodeParams &p, const Splits &splits, Shared &shared)
-        : p(p), splits(splits), shared(shared), cluster_idx(shift_div(blockIdx.x, splits.cluster)),
+    __device__ Scheduler(const KernelParams &p, Shared &shared)
+        : p(p), splits(p.splits), shared(shared), cluster_idx(shift_div(blockIdx.x, splits.cluster)),
           rank(blockIdx.x - cluster_idx * splits.cluster) {}
 
     __device__ ItemIndex first() {
@@ -149,7 +193,7 @@ template <typename Shape> struct Scheduler {
     }
     __device__ ItemIndex next(const ItemIndex &at) {
         // A sample of a packed batch may have more rows than max_seqlen_q.
-        if (p.cu_seqlens_q && at.split == 0 && at.tile + splits.tiles < Sample<Shape>(p, splits, at.b).num_tiles)
+        if (p.cu_seqlens_q && at.split == 0 && at.tile + splits.tiles < Sample<Shape>(p, at.b).num_tiles)
             return {at.b, at.h_k, at.tile + splits.tiles, 0, at.first_slot};
         return later();
     }
@@ -160,7 +204,7 @@ template <typename Shape> struct Scheduler {
         if (splits.max_items && !splits.by_share) return b * splits.max_items;
         Sums sums{};
         for (int i = threadIdx.x; i < p.batch_size; i += blockDim.x) {
-            const Sample<Shape> sample(p, splits, i);
+            const Sample<Shape> sample(p, i);
             sums.total += sample.num_tiles * sample.num_steps, sums.before += i < b ? sample.num_steps : 0;
             if (sample.may_split) sums.longest = max(sums.longest, sample.num_steps);
         }
@@ -188,19 +232,15 @@ template <typename Shape> struct Scheduler {
         take_next();
         __syncthreads();  // the item is known
         int index = shared.next[turn];
-#if MINIMAL_ATTN_HAS_CLUSTERS
-        if (splits.cluster > 1) {
+        if (splits.has_clusters()) {
             cluster_sync();  // unobserved by the emulator: rank 0 sends sums after the number, and others await them
             index = load_from_block(shared.next[turn], 0);
         }
-#endif
         turn ^= 1, has_taken = false;
         const int i = floor_div(index, p.nheads_k);
         const ItemIndex at = find(i, index - i * p.nheads_k, 1);
         if (at.b >= 0) return at;
-#if MINIMAL_ATTN_HAS_CLUSTERS
-        if (splits.cluster > 1) cluster_sync_relaxed();  // all have read it
-#endif
+        if (splits.has_clusters()) cluster_sync_relaxed();  // all have read it
         // The last cluster leaves zeros.
         if (rank == 0 && threadIdx.x == 0 && atomicAdd(p.counters + 1, 1) == splits.num_clusters - 1)
             p.counters[0] = p.counters[1] = 0;
@@ -214,7 +254,7 @@ template <typename Shape> struct Scheduler {
         for (int b0 = 0; b0 < p.batch_size; b0 += 32) {
             int items = 0, steps = 0;
             if (b0 + lane_idx < p.batch_size) {
-                const Sample<Shape> sample(p, splits, b0 + lane_idx);
+                const Sample<Shape> sample(p, b0 + lane_idx);
                 steps = sample.num_steps, items = plan.count(splits, sample) - first_split;
             }
             int items_end = items, steps_end = steps;

@@ -243,7 +243,7 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
             wait_for_last_turn();
             store_zeros<Shape>(p, work);
             if (lane_idx == 0) {
-                wait_for_previous_kernel();  // flash_bwd_dq relies on it
+                wait_for_previous_kernel();  // unobserved by the emulator: flash_bwd_dq, which relies on it, sleeps
                 report_dq<Shape>(p, work);
             }
             __syncwarp();

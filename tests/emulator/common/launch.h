@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -62,7 +63,10 @@ void *shared_memory();
 uint32_t address_in_shared_memory(const void *p);
 void stored_16_bytes(const void *to);
 
-void run_grid(int64_t blocks, int threads, int cluster, size_t shared_bytes, void (*thread)(void *args), void *args);
+// Kernels in the order of a stream. The host waits for all of them.
+void enqueue(int64_t blocks, int threads, int cluster, size_t shared_bytes, bool may_begin_early,
+             std::function<void()> kernel);
+void wait_for_kernels();
 
 struct Index { unsigned x; };
 
@@ -161,32 +165,24 @@ template <typename T> T from_float(float x);  // rounds to nearest even
 
 template <typename Tiles> Tiles &shared_memory() { return *static_cast<Tiles *>(emulator::shared_memory()); }
 
-// Run kernel(args...) for every block of the grid and return when all are done. There are no streams.
-template <typename... Args>
-void run(void (*kernel)(Args...), int64_t blocks, int threads, int cluster, size_t shared_bytes, Args... args) {
-    if (blocks == 0) return;
-    if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
-    auto call = [&] { kernel(args...); };
-    auto thread = [](void *p) { (*static_cast<decltype(call) *>(p))(); };
-    emulator::run_grid(blocks, threads, cluster, shared_bytes, thread, &call);
-}
+// There is one stream.
 template <typename... Args>
 void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
             std::type_identity_t<Args>... args) {
-    run<Args...>(kernel, blocks, threads, 1, shared_bytes, args...);
-}
-template <typename... Args>
-void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
-                  std::type_identity_t<Args>... args) {
-    launch<Args...>(kernel, blocks, threads, shared_bytes, stream, args...);
+    emulator::enqueue(blocks, threads, 1, shared_bytes, false, [=] { kernel(args...); });
 }
 template <typename... Args>
 void launch_clusters(int cluster, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
                      std::type_identity_t<Args>... args) {
-    run<Args...>(kernel, blocks, threads, cluster, shared_bytes, args...);
+    emulator::enqueue(blocks, threads, cluster, shared_bytes, true, [=] { kernel(args...); });
 }
-inline void wait_for_previous_kernel() {}
-inline void let_next_kernel_begin() {}
+template <typename... Args>
+void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
+                  std::type_identity_t<Args>... args) {
+    launch_clusters<Args...>(1, kernel, blocks, threads, shared_bytes, stream, args...);
+}
+void wait_for_previous_kernel();
+void let_next_kernel_begin();
 template <typename... Params> void prefetch_parameters(const Params &...) {}
 
 }  // namespace device

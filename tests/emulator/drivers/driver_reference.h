@@ -7,31 +7,25 @@
 #include <random>
 
 // [batch_size, heads, rows, head_dim], on host and device; NaN (all bits set, in any dtype) where nothing was written.
-template <typename T> struct Buffer {
+template <typename T> struct Buffer : Memory<T> {
+    using Memory<T>::host, Memory<T>::device, Memory<T>::upload, Memory<T>::bytes;
     int64_t heads, head_dim, row_stride, head_stride, batch_stride, offset;
-    std::vector<T> host;
-    T *device;
 
     Buffer(int batch_size, int heads_, int rows, int head_dim_, Layout layout = kHeads)
         : heads(heads_), head_dim(head_dim_),
           row_stride(layout == kRows ? heads * head_dim : head_dim + (layout == kGaps) + 8 * (layout == kSlices)),
           head_stride(layout == kRows ? head_dim : layout == kExpanded ? 0 : rows * row_stride),
-          batch_stride(layout == kExpanded ? 0 : heads * rows * row_stride), offset(layout == kOffset),
-          host(index(batch_size - 1, heads - 1, rows - 1) + head_dim), device(static_cast<T *>(allocate(bytes()))) {
-        make_nan();
+          batch_stride(layout == kExpanded ? 0 : heads * rows * row_stride), offset(layout == kOffset) {
+        host.resize(index(batch_size - 1, heads - 1, rows - 1) + head_dim);
+        device = static_cast<T *>(allocate(bytes()));
+        this->make_nan();
     }
-    Buffer(const Buffer &) = delete;
-    ~Buffer() { release(device); }
 
     Tensor tensor() const { return {device + offset, batch_stride, head_stride, row_stride}; }
-    size_t bytes() const { return host.size() * sizeof(T); }
     int64_t index(int64_t b, int64_t h, int64_t r) const {
         return offset + b * batch_stride + h * head_stride + r * row_stride;
     }
     double at(int64_t b, int64_t h, int64_t r, int64_t d) const { return decode(host[index(b, h, r) + d]); }
-    void fetch() { copy(host.data(), device, bytes()); }
-    void upload() { copy(device, host.data(), bytes()); }
-    void make_nan() { std::memset(static_cast<void *>(host.data()), 0xff, bytes()), upload(); }
     // The first sample in kHeads: zeros in all other columns.
     void set_first_column(auto value_of) {
         for (int64_t h = 0; h < heads; h++)
