@@ -263,7 +263,7 @@ def test_minimal_attn_kernel_variable_is_read_at_load():
     code = """
 import os, minimal_attn, torch
 q = torch.empty(1, 1, 8, 64, dtype=torch.float16)
-options = minimal_attn.attention.Options()[:16]
+options = minimal_attn.options.Options()[:minimal_attn.options.OF_OP + 1]
 choose = lambda: minimal_attn.load().which_kernel(q, q, q, *options, 90, True)[0]
 print(choose())
 os.environ["MINIMAL_ATTN_KERNEL"] = "simt"

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from minimal_attn import _build, stable
-from minimal_attn.options import Options
+from minimal_attn.options import OF_OP, Options
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles the binding
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +102,7 @@ def test_results_on_a_gpu_equal_those_of_the_jit_build(site, tmp_path):
 CALL = """
 import pathlib, tempfile, torch, minimal_attn
 from minimal_attn import flash_attention, stable
-from minimal_attn.options import Lengths, Options
+from minimal_attn.options import OF_OP, Lengths, Options
 library = minimal_attn.load()
 torch.manual_seed(0)
 ops = torch.ops.minimal_attn
@@ -136,7 +136,7 @@ with torch.no_grad():
     mapped = torch.vmap(lambda x: flash_attention(x[None], k[:1], v[:1], backend="cuda"))(q)
     assert torch.equal(mapped[1], flash_attention(q[1:], k[:1], v[:1], backend="cuda"))
 chosen = []
-torch.vmap(lambda x: (chosen.append(library.which_kernel(x[None], k[:1], v[:1], *Options()[:16])), x)[1])(q)
+torch.vmap(lambda x: (chosen.append(library.which_kernel(x[None], k[:1], v[:1], *Options()[:OF_OP + 1])), x)[1])(q)
 assert chosen == [None]
 """, "second derivative": """
 dq, = torch.autograd.grad(flash_attention(q, k, v, **options).sum(), q, create_graph=True)
@@ -217,7 +217,7 @@ def kernels(library):
     for capability in (75, 80, 90, 100):
         for dtype, head_dim in ((torch.half, 64), (torch.float, 64), (torch.half, 60)):
             x = torch.empty(1, 2, 8, head_dim, dtype=dtype)
-            found += [list(library.which_kernel(x, x, x, *Options(softcap=softcap)[:16], capability, True))
+            found += [list(library.which_kernel(x, x, x, *Options(softcap=softcap)[:OF_OP + 1], capability, True))
                       for softcap in (0.0, 2.0)]
     return found + [library.force_kernel(name) for name in ("sm80", None, None)]
 
