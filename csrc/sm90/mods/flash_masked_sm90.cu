@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(128)
     }
     const bool is_seen = __any_sync(~0u, word != 0), is_hidden = __any_sync(~0u, word != exists);
     if (thread % 32 == 0) shared.is_seen[thread / 32] = is_seen, shared.is_hidden[thread / 32] = is_hidden;
-    __syncthreads();
+    __syncthreads();  // unobserved by the emulator: its unset flags are true, and keep bits that a unit may have
     bool some_seen = false, some_hidden = false;
     for (int i = 0; i < 4; i++) some_seen |= shared.is_seen[i], some_hidden |= shared.is_hidden[i];
     const int kind = !some_seen ? Unit::kHidden : !some_hidden ? Unit::kSeen : unit;
