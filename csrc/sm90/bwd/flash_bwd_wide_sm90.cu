@@ -306,8 +306,10 @@ int64_t backward_workspace_wide(const AttnBackwardParams &p) {
 void flash_backward_wide(const AttnBackwardParams &p) {
     auto launch = [&]<typename T, typename Shape> {
         static_assert(sizeof(WideShared<Shape>) <= 227 << 10);
-        launch_bwd<T, Shape, sizeof(WideShared<Shape>)>(
-            p, p.dropout_seed ? flash_bwd_wide<T, Shape, true> : flash_bwd_wide<T, Shape, false>);
+        auto *kernel = flash_bwd_wide<T, Shape, false>;
+        if constexpr (!Shape::kMasked)
+            if (p.dropout_seed) kernel = flash_bwd_wide<T, Shape, true>;
+        launch_bwd<T, Shape, sizeof(WideShared<Shape>)>(p, kernel);
     };
     with_wide_shape(p, [&]<typename Shape> {
         if (p.dtype == DType::kFloat16) launch.template operator()<__half, Shape>();
