@@ -72,7 +72,7 @@ def _launch(q, k, v, options):
         attend = library.differentiable_forward if needs_grad else library.flash_forward
         *output, slow_because = attend(*inputs)
     else:
-        output, slow_because = torch.ops.minimal_attn.flash_forward(*inputs), None  # which does not say it
+        output, slow_because = torch.ops.minimal_attn.flash_forward(*inputs), None  # without a reason
     if slow_because:
         _warn_slow(slow_because)
     return output if options.return_max_logits else output[:2]
