@@ -1,7 +1,13 @@
 """The Triton twin of csrc/flash.cu, and a matrix product. Read attention.py, then matmul.py; classic.py has the names
 of Triton's examples."""
 
-from . import attention, classic
+from . import late
 
-# Callers of those examples look for these beside the kernel.
-attention.attention, attention.calculate_block_sizes = classic.attention, classic.calculate_block_sizes
+
+def _of_classic(name):
+    from . import classic
+
+    return getattr(classic, name)
+
+
+late.of_classic = _of_classic

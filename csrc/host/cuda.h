@@ -17,7 +17,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "host/bits.h"
 #include "host/fiber.h"
 
 #define __global__
