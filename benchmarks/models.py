@@ -14,12 +14,10 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for a checkout that is not installed
 
@@ -37,12 +35,8 @@ from torch.autograd import DeviceType  # noqa: E402
 from torch.profiler import profile  # noqa: E402
 
 
-class Impl(NamedTuple):
-    attention: str  # attn_implementation of transformers
-    context: Callable = nullcontext
-
-
-IMPLS = {"sdpa": Impl("sdpa"), "minimal_attn": Impl("minimal_attn"), "activated": Impl("sdpa", activated)}
+IMPLS = {"sdpa": ("sdpa", nullcontext), "minimal_attn": ("minimal_attn", nullcontext), "activated": ("sdpa", activated)}
+EAGER = "eager", nullcontext  # attn_implementation of transformers, and the context of a call
 
 MODEL = {
     "cuda": dict(num_hidden_layers=8, hidden_size=2048, intermediate_size=8192, num_attention_heads=16,
@@ -72,8 +66,9 @@ def make_model(device):
 
 @contextmanager
 def using(model, impl):
-    model.set_attn_implementation(impl.attention)
-    with impl.context():
+    attention, context = impl
+    model.set_attn_implementation(attention)
+    with context():
         yield
 
 
@@ -96,9 +91,9 @@ def check(model, impls):
     the error rule of tests/, with `sdpa` as PyTorch's own, or where greedy generation in fp32 gives other tokens."""
     exact = copy.deepcopy(model).float()
     tokens = torch.randint(model.config.vocab_size, (1, CHECKED[model.device.type]), device=model.device)
-    truths = results_of(exact, Impl("eager"), tokens)
+    truths = results_of(exact, EAGER, tokens)
     bases = [x.bfloat16() for x in results_of(model, IMPLS["sdpa"], tokens)]
-    continued = greedy(exact, Impl("eager"), tokens[:, :PROMPT])
+    continued = greedy(exact, EAGER, tokens[:, :PROMPT])
     errors = {name: {} for name in impls}
     for name, impl in impls.items():
         for which, result, truth, base in zip(PASSES, results_of(model, impl, tokens), truths, bases):

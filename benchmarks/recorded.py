@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 NAMES = {"cuda:sm90": "sm90", "cuda:sm80": "sm80", "cuda:dmma": "dmma", "cuda:simt": "simt", "torch:flash": "FA2",
          "torch:cudnn": "cuDNN", "torch:efficient": "efficient", "torch:varlen": "varlen_attn",
-         "flex": "Flex", "flash_attn_interface": "FA3"}
+         "flex": "Flex", "flash_attn_interface": "FA3", "cuda:native": "native", "cuda:from_torch": "from_torch"}
 COLUMNS = {"B": "batch_size", "H": "nheads", "Hk": "nheads_k", "S": "seqlen_q", "D": "head_dim", "page": "page_size"}
 SIZE = "head_dim", "causal", "seqlen_q"
 MEASURED = {"impl", "ms", "ms_p20", "ms_p80", "us", "tflops", "gbps", "read_gbps", "peak_mb", "max_err", "attention_ms",

@@ -217,6 +217,10 @@ TABLES = {
     "ampere": lambda: speeds(of("sm80,dtype=bfloat16,S!=8192"), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
     "varlen": lambda: packed("varlen", "forward", "sm90", "sm80"),
     "varlen_backward": lambda: packed("varlen_backward", "backward", "sm80"),
+    **{name: lambda name=name: speeds(of(name), "S|mask", "sm90|from_torch|native|triton|Flex|sm90 / native|sm90 / Flex"
+                                      "|triton / Flex") for name in ("block_masks", "block_masks_backward")},
+    "block_masks_build": lambda: speeds(of("block_masks_build"), "S=seqlen", "ours|ours:compiled|torch:compiled"
+                                        "|ours:compiled / torch:compiled", "ms", ".1f"),
     "window": lambda: speeds(of("window,op=window"), "window=window_size|S|causal",
                              "sm90|sm80|triton|Flex|sm90 / Flex|triton / Flex", "ms", ".3f"),
     "backward": lambda: speeds(of("backward,tokens=16384"), SIZE, "sm90|sm80|triton|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"
@@ -306,7 +310,8 @@ def efficiency_curves(name):
 # Pictures that draw() makes, by file.
 PICTURES = {**dict.fromkeys(RUNS, run), "training.png": loss_curves, "training_16k.png": loss_curves,
             "ladder.svg": ladder_bars, "models.svg": model_bars, "serving.svg": serving_curves,
-            "../h200x2/context_parallel.svg": efficiency_curves}
+            "../h200x2/context_parallel.svg": efficiency_curves,
+            "../masks.svg": lambda name: pictures.of_gallery((ROOT / "docs/masks.md").read_text())}
 
 
 def rewritten(text):

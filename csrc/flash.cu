@@ -23,7 +23,7 @@ template <typename Sum> __device__ Sum log_add_exp(Sum x, Sum y) {
     return x == y ? x + log(Sum(2)) : fmax(x, y) + log1p(exp(-fabs(x - y)));
 }
 
-// kMods: mods/score_mods.cuh changes the scores.
+// kMods: mods/score_mods.cuh may change the scores, and there may be chunks.
 template <typename T, typename Tiles, bool kMods>
 __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 8 warps an SM: 255 registers a thread
     flash_fwd(const AttnParams p, const bool aligned) {
@@ -37,10 +37,10 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
 
     const Tile tile = RowTiles<Br>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
-    const Mask mask(seq, p);
+    const MaskOf<kMods> mask(seq, p);
     const auto scores = scores_of<kMods, T>(p, seq, tile.b, tile.h);
     const int row0 = tile.block * Br;
-    const BlockRange blocks = mask.key_blocks<Br, Bc>(row0);
+    const BlockRange blocks = mask.template key_blocks<Br, Bc>(row0);
 
     Sum O[kRows][kDims] = {}, m[kRows], l[kRows] = {};
     for (Sum &x : m) x = -INFINITY;
@@ -104,7 +104,8 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
     reduce_rows<kTy>(l, tiles.partial, ty, tx, [](Sum x, Sum y) { return x + y; });
     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
     T *gO = rows_of<T>(p.o, tile.b, tile.h, seq.q_begin);
-    Sum *lse = static_cast<Sum *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h);
+    const int64_t lse_begin = lse_index(p, seq.q_begin, tile.b, tile.h);
+    Sum *lse = static_cast<Sum *>(p.lse) + lse_begin;
     const Sum *sink = sink_of<Sum>(p, tile.h);
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
@@ -116,6 +117,9 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)  // 
         const Sum lse_row = sink && row < seq.seqlen_q ? log_add_exp(lse_keys, *sink) : lse_keys;
         const Sum scale_o = keep_scale / l[i] * (sink ? exp(lse_keys - lse_row) : Sum(1));
         if (tx == 0) lse[row] = lse_row;
+        if (tx == 0 && p.max_logits)
+            static_cast<Sum *>(p.max_logits)[lse_begin + row] =
+                is_empty ? -INFINITY : m[i] * scores.unit() + (l[i] - l[i]);  // NaN if a score is
         for (int d = 0; d < kDims; d++) {
             const int x = place<kTx, kDims>(tx, d);
             if (x < p.head_dim_v) gO[row * p.o.row_stride + x] = from_float<T>(is_empty ? Sum(0) : O[i][d] * scale_o);
@@ -132,7 +136,7 @@ template <typename T, typename Tiles, bool kMods = false> void launch_fwd(const 
 template <typename T, typename Narrow, typename Medium = Narrow, typename Wide = Narrow>
 void launch_best(const AttnParams &p, bool wide) {
     const size_t memory = max_shared_memory();
-    if (p.has_score_mods())
+    if (p.has_mods())
         return sizeof(Medium) <= memory ? launch_fwd<T, Medium, true>(p) : launch_fwd<T, Narrow, true>(p);
     if constexpr (std::is_same_v<T, float>)  // for 16 bits there are faster kernels
         if (wide && sizeof(Wide) <= memory) return launch_fwd<T, Wide>(p);

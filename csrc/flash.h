@@ -18,6 +18,15 @@ struct Bias {
     DType dtype;
 };
 
+// A mask in units of 64 rows and 64 keys, see common/block_mask.cuh. A size of 1 for samples or heads: shared.
+struct BlockMask {
+    const int *units;                  // [samples, heads, rows, keys]: -2 hidden, -1 seen, or the number of its bits
+    const uint32_t *row_words;         // [samples, heads, rows, keys / 32]: bit n of them: unit n is not hidden
+    const uint32_t *key_words;         // [samples, heads, keys, rows / 32]: the same transposed
+    const uint32_t *bits;              // [num_bits, 2, 128]: of units, and of transposed units
+    int samples, heads, rows, keys, num_bits;  // rows 0: there is no mask
+};
+
 struct AttnParams {
     Tensor q;   // [batch_size, nheads, seqlen_q, head_dim]
     Tensor k;   // [batch_size, nheads_k, seqlen_k, head_dim]
@@ -25,6 +34,8 @@ struct AttnParams {
     Tensor o;   // [batch_size, nheads, seqlen_q, head_dim_v]
     void *lse;  // [batch_size, nheads, seqlen_q] contiguous, fp32 or fp64: natural log of a row's sum of exponentials
     int64_t lse_batch_stride;
+    void *max_logits;  // as lse: the largest score of a row, before its sink, or -inf without keys; or nullptr
+    bool return_max_logits;  // whether max_logits is asked for
 
     // A packed batch: the samples lie one after the other, and begin where cu_seqlens says, [batch_size + 1]. The
     // tensors have one sample of seqlen_q rows and seqlen_k keys, batch strides of 0, and lse is [nheads, seqlen_q].
@@ -44,8 +55,11 @@ struct AttnParams {
         window_left = left < 0 || left >= seqlen_k - 1 ? seqlen_k : int(left);
         window_right = right < 0 || (right > 0 && right >= seqlen_q - 1) ? seqlen_q : int(right);
     }
-    bool has_left_bound() const { return window_left < seqlen_k; }
-    bool has_right_bound() const { return window_right < seqlen_q - 1; }  // a causal mask hides nothing from one row
+    // Positions i + d and keys are in chunks of this size, and a row sees only keys of its own chunk; 0: no chunks.
+    int attention_chunk;
+    bool has_mask() const {  // a causal mask hides nothing from one row
+        return window_left < seqlen_k || window_right < seqlen_q - 1 || attention_chunk > 0;
+    }
     DType dtype;  // of q, k, v and o
 
     // Changes of the scores beyond the scale, see mods/score_mods.cuh.
@@ -53,7 +67,16 @@ struct AttnParams {
     const float *alibi_slopes;   // [batch_size, nheads], or nullptr
     int64_t alibi_batch_stride;  // 0: [nheads]
     Bias bias;                   // not in packed batches
+    BlockMask block_mask;        // not in packed batches
     bool has_score_mods() const { return softcap > 0 || alibi_slopes || bias.data; }
+    // A mask of bool, and nothing else that a block mask does not go with on Hopper.
+    bool has_mask_alone() const {
+        return bias.data && bias.dtype == DType::kBool && softcap == 0 && !alibi_slopes && !dropout_seed &&
+               !max_logits && !return_max_logits && !attention_chunk && !block_mask.rows &&
+               double(batch_size) * nheads * (seqlen_q / 64 + 1) * (seqlen_k / 64 + 1) < INT32_MAX;  // units
+    }
+    // What kernels of all GPUs have in one variant: also chunks and a block mask.
+    bool has_mods() const { return has_score_mods() || attention_chunk || block_mask.rows; }
 
     // [nheads] of lse's type, or nullptr: one more score for each row of a head, in units of softmax_scale · q·k. It
     // has no key and no value (Xiao et al., StreamingLLM, 2023; as in gpt-oss). lse includes it.

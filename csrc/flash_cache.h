@@ -21,9 +21,11 @@ struct DecodeParams : AttnParams {
     int min_rows, max_rows;      // the rows of samples that this launch serves
     Phase phase;
     int num_sms;                 // multiprocessors of this launch
-    void *workspace;             // decode_workspace() bytes, or nullptr for 0
-    int *counters;               // num_decode_counters() zeros, also afterwards. Lengths must not change meanwhile
+    void *workspace;             // as decode_sizes() says, or nullptr for 0 bytes
+    int *counters;               // as many zeros, before and after a call; meanwhile lengths must not change
 };
+
+struct DecodeSizes { int64_t workspace_bytes, num_counters; };
 
 // New rows for a cache, and the rotation of their keys and of q by position (Su et al., RoFormer, 2021). A sample's new
 // row t goes to place seqused_k + t of its sequence or pages. Rows outside of the cache are not written.
@@ -58,13 +60,11 @@ struct AppendParams {
 namespace simt { void append_kvcache(const AppendParams &p); }  // append.cu
 namespace sm80 {
 void flash_decode(const DecodeParams &p);                // decode.cu
-int64_t decode_workspace(const DecodeParams &p);         // bytes
-int64_t num_decode_counters(const DecodeParams &p);
+DecodeSizes decode_sizes(const DecodeParams &p);
 }
 namespace sm90 {
 void flash_prefill(const DecodeParams &p);               // prefill_sm90.cu
 void flash_decode(const DecodeParams &p);                // decode_sm90.cu
-int64_t decode_workspace(const DecodeParams &p);         // bytes
-int64_t num_decode_counters(const DecodeParams &p);
+DecodeSizes decode_sizes(const DecodeParams &p);
 }
 namespace host { void append_kvcache(const AppendParams &p); }

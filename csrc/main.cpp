@@ -14,17 +14,21 @@ void define_sdpa_override(py::module_ &m);  // sdpa_override.cpp
 
 namespace {
 
-TwoTensors tensors_only(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options) {
-    const auto [out, lse, _] = flash_forward(q, k, v, options);
-    return {out, lse};
+auto tensors_only(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Options &options) {
+    return tensors_of(flash_forward(q, k, v, options));
 }
 
 // None for tensors without memory of their own, as vmap has them.
-std::optional<std::tuple<std::string, Reason>> which_kernel_or_none(
-    const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, bool has_dropout, std::optional<int64_t> capability,
-    bool fast_fp64, bool has_sinks, bool has_scores, const OptionalTensor &attn_bias) {
-    if (!q.has_storage() || !k.has_storage() || !v.has_storage()) return std::nullopt;
-    return which_kernel(q, k, v, has_dropout, capability, fast_fp64, has_sinks, has_scores, attn_bias);
+std::optional<std::tuple<std::string, Reason>> which_kernel_or_none(const at::Tensor &q, const at::Tensor &k,
+                                                                    const at::Tensor &v, const Options &options,
+                                                                    std::optional<int64_t> capability,
+                                                                    bool fast_fp64) {
+    bool have_memory = q.has_storage() && k.has_storage() && v.has_storage();
+    for_each_option(options, [&]<typename T>(const T &x) {
+        if constexpr (std::is_same_v<T, OptionalTensor>) have_memory = have_memory && (!x || x->has_storage());
+    });
+    if (!have_memory) return std::nullopt;
+    return which_kernel(q, k, v, options, capability, fast_fp64);
 }
 
 }  // namespace
@@ -51,9 +55,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("differentiable_forward", &with_options<&differentiable_forward>, py::call_guard<py::gil_scoped_release>());
     m.def("force_kernel", &force_kernel);
     define_sdpa_override(m);
-    m.def("which_kernel", &which_kernel_or_none, py::arg("q"), py::arg("k"), py::arg("v"),
-          py::arg("has_dropout") = false, py::arg("capability") = py::none(), py::arg("fast_fp64") = true,
-          py::arg("has_sinks") = false, py::arg("has_scores") = false, py::arg("attn_bias") = py::none());
+    m.def("which_kernel", &with_options<&which_kernel_or_none, std::optional<int64_t>, bool>);
 }
 
 }  // namespace minimal_attn

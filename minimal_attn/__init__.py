@@ -11,7 +11,8 @@ except KeyboardInterrupt:
 
 from ._build import load
 from .attention import available_backends, flash_attention, forward, triton_matmul, which_kernel
-from .backends import ops, triton as _triton  # noqa: F401: ops moved, as below
+from .block_mask import BlockMask, create_block_mask
+from .backends import ops  # noqa: F401: it has moved, as below
 from .backends.cuda import force_kernel
 from .caches import append_to_kvcache, attention_with_kvcache, reshape_and_cache
 from .flash_attn import (flash_attn_combine, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func,
@@ -23,6 +24,7 @@ from .reference import blockwise_attention, reference_attention
 from .reference.packed import pad_input, unpad_input
 from .reference.tree_mask import pack_tree_mask
 from .sdpa.activation import activate, activated, deactivate
+from .sdpa.flex import flex_attention
 from .sdpa.function import scaled_dot_product_attention
 from .toolkit.benchmark import BenchmarkResult, BenchmarkRunner, benchmark_fn
 from .toolkit.gpu import GPUArch, GPUCapabilities, check_hopper_features, detect_gpu, print_gpu_info, supports_fp8
@@ -46,21 +48,15 @@ for _old, _new in _MOVED.items():
     globals()[_old] = sys.modules[f"{__name__}.{_old}"] = sys.modules[f"{__name__}.{_new}"]
 
 
-def _import_twin():
-    import triton_ref.ops  # noqa: F401: registers itself
-
-
-_triton.plug(_import_twin)
-
 __all__ = [
-    "AdaptiveKernelSelector", "BenchmarkResult", "BenchmarkRunner", "FlashMHA", "GPUArch", "GPUCapabilities",
-    "activate", "activated", "append_to_kvcache", "attention_with_kvcache", "available_backends", "benchmark_fn",
-    "blockwise_attention", "check_hopper_features", "deactivate", "detect_gpu", "flash_attention",
-    "flash_attn_combine", "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache", "force_kernel", "forward", "get_attention_config", "get_matmul_config",
-    "get_optimal_attention", "get_optimal_matmul", "get_scheduler_metadata", "install_as_flash_attn", "load",
-    "pack_tree_mask", "pad_input", "print_gpu_info", "reference_attention", "reshape_and_cache",
-    "scaled_dot_product_attention", "supports_fp8", "triton_matmul", "uninstall_as_flash_attn", "unpad_input",
-    "validate_attention", "validate_matmul", "which_kernel",
+    "AdaptiveKernelSelector", "BenchmarkResult", "BenchmarkRunner", "BlockMask", "FlashMHA", "GPUArch",
+    "GPUCapabilities", "activate", "activated", "append_to_kvcache", "attention_with_kvcache", "available_backends",
+    "benchmark_fn", "blockwise_attention", "check_hopper_features", "create_block_mask", "deactivate", "detect_gpu",
+    "flash_attention", "flash_attn_combine", "flash_attn_func", "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "flex_attention", "force_kernel", "forward",
+    "get_attention_config", "get_matmul_config", "get_optimal_attention", "get_optimal_matmul",
+    "get_scheduler_metadata", "install_as_flash_attn", "load", "pack_tree_mask", "pad_input", "print_gpu_info",
+    "reference_attention", "reshape_and_cache", "scaled_dot_product_attention", "supports_fp8", "triton_matmul",
+    "uninstall_as_flash_attn", "unpad_input", "validate_attention", "validate_matmul", "which_kernel",
 ]

@@ -10,9 +10,10 @@ from torch.compiler import is_compiling
 
 from .backends import cuda, reference, torch, triton
 from .backends.auto import auto_backend
+from .block_mask import BlockMask, with_tensors
 from .checks import (FP8_DTYPES, KERNEL_DTYPES, NO_WINDOW, OWN, autocast, check_choice, check_dtype,
                      check_max_seqlens, check_no_derivative, check_qkv, checked_options, is_known, is_transformed,
-                     is_zero, wants_gradient)
+                     wants_gradient)
 from .options import Options
 from .reference.packed import with_own_keys
 
@@ -44,13 +45,14 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
                     max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
                     seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
-                    alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None,
-                    **unknown) -> Tensor | tuple[Tensor, Tensor]:
+                    alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None, attention_chunk: int = 0,
+                    return_max_logits: bool = False, block_mask: BlockMask | None = None,
+                    **unknown) -> Tensor | tuple[Tensor, ...]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
-    q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Only a last
-    dimension that is not contiguous is copied first. Tensor cores need head_dims, strides and addresses that are
-    multiples of 16 bytes. 16-bit tensors that lack this are served without them, more slowly, with one warning.
+    q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Copied, as
+    flash-attn does, are a last dimension that is not contiguous and, in 16 bits on a GPU, tensors whose head_dim is no
+    multiple of 8 or whose rows do not start at multiples of 16 bytes. The backward pass keeps these copies.
     torch.autocast casts float32, float16 and bfloat16 inputs first, as for scaled_dot_product_attention; the three may
     then have different dtypes. It leaves float64 and float8 as they are. Gradients have the dtypes of the inputs.
 
@@ -79,6 +81,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             which is slower. With it, "triton" takes its tiles from a table and times nothing. All else of these two
             backends repeats bitwise anyway; "torch" and "reference" repeat as far as torch's operations do.
         return_lse: also return each row's log-sum-exp, of the scores before dropout.
+        return_max_logits: also return each row's largest score, after softcap, ALiBi and attn_bias, without sinks: for
+            QK-clip (Kimi Team, Kimi K2, 2025, section 2.1). It has no gradient.
         backend: "cuda" (csrc; on CPU tensors flash.cu compiled for the CPU), "triton", "torch"
             (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors, "triton" for
             float8 CUDA tensors and "cuda" for all other CUDA tensors. If csrc cannot be built, it takes "triton", and
@@ -91,6 +95,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             i + seqlen_k - seqlen_q + right, both inclusive, where seqlen_q and seqlen_k are the lengths of its sample;
             -1 or None is no bound. causal=True makes right 0. Blocks of keys outside are skipped. A list, an array or a
             tensor of two ints is taken too, but no tensor under torch.compile, since it is read.
+        attention_chunk: positions i + seqlen_k - seqlen_q of rows and j of keys are in chunks of so many, and a row
+            sees only keys of its own chunk, as in Llama 4; 0 is none. Together with causal and window_size.
+        block_mask: which keys each row sees, for any mask at the speed of its visible blocks: of create_block_mask, for
+            B or 1 samples, H or 1 heads (B·H or 1 and 1 for 3D input), Sq rows and Sk keys, on q's device. Or of
+            torch.nn.attention.flex_attention, with blocks of multiples of 64: BlockMask.from_torch converts it at its
+            first call, which must not be one under torch.compile(fullgraph=True). Together with all other masks. What
+            it hides must be finite, as with attn_bias. Not for packed batches.
         cu_seqlens_q, cu_seqlens_k: for a packed batch of B samples, whose rows lie one after the other: q is
             (1, H, Tq, D), k and v are (1, Hk, Tk, D). int32 (B + 1,), contiguous, on q's device. Sample b has the rows
             from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] to the next entry. The first entry is 0, the others
@@ -121,8 +132,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             keys, out is right but gradients are not: lse is too coarse for them. Not for packed batches, nor for
             float8. A causal bias of torch.nn.attention.bias for Sq rows and Sk keys becomes a part of the window where
             it can.
-        All options can be given together, but for what Raises names. With dropout, sinks or softcap, in 16 bits also
-        with ALiBi or a float32 attn_bias, "torch" forms all scores, as "reference" does.
+        All options can be given together, but for what Raises names. With dropout, sinks, softcap, return_max_logits,
+        in 16 bits also with ALiBi or a float32 attn_bias, "torch" forms all scores, as "reference" does.
 
         Lengths count from a sample's first row and key. Where padding comes first (left padding), unpad_input makes a
         packed batch of q, and of k and v, and pad_input undoes it.
@@ -136,16 +147,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
     Returns:
         out, of q's shape, with v's head_dim, and q's dtype; bfloat16 for float8, autocast's dtype under torch.autocast.
-        With return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log. A
-        row that sees no key has out 0 and lse -inf, or its sink. Empty batches and lengths of 0 give empty or zero
+        With return_lse a tuple (out, lse), lse (B, H, Sq) or (B·H, Sq) in fp32 (fp64 for fp64 inputs), natural log.
+        With return_max_logits, max_logits of lse's shape and dtype is the last of the tuple. A row that sees no key has
+        out 0, max_logits -inf and lse -inf, or its sink. Empty batches and lengths of 0 give empty or zero
         outputs. NaN or inf in a key or value that a row sees may reach all rows of its sample and head.
 
     Raises:
         TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, an argument of the
             wrong type, or an unknown keyword. The error says what torch's and flash-attn's keywords are called here.
         ValueError: a wrong shape, device or value of an argument; alibi_slopes that require grad; seq_lens together
-            with cu_seqlens or seqused; attn_bias together with cu_seqlens or float8; or a forced kernel that cannot
-            serve the call.
+            with cu_seqlens or seqused; attn_bias or block_mask together with cu_seqlens; attn_bias together with
+            float8; or a forced kernel that cannot serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: a derivative that the backend does not have. float8 has no gradients with "triton"; "cuda"
             and "triton" have no forward-mode and no second derivatives.
@@ -157,26 +169,21 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{hint}")
     if max_seqlen_q is not None or max_seqlen_k is not None:
         check_max_seqlens(max_seqlen_q, max_seqlen_k)
-    if seq_lens is q_descale is k_descale is v_descale is alibi_slopes is attn_bias is None:
-        result = fast_path(q, k, v, causal, sm_scale, False, return_lse, deterministic, window_size,
-                           (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
-        if result is not None:
-            return result
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
-                    dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, autotune=autotune,
-                    q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=return_lse)
+                    -1, -1, attention_chunk, dropout_p, dropout_seed, return_max_logits, block_mask, None, None, None,
+                    deterministic, autotune, q_descale, k_descale, v_descale, return_lse)
+    result = fast_path(q, k, v, given, causal, window_size, backend) if seq_lens is None else None
+    if result is not None:
+        return result
     return attend(q, k, v, given, causal, window_size, backend, seq_lens, max_seqlen_k)
 
 
-def fast_path(q, k, v, causal, sm_scale, seq_major, return_lse, deterministic, window_size, lengths, sinks,
-              dropout_p, softcap, backend):
-    """The result of an everyday call on CUDA tensors, straight from C++, or None for all others. The call has no other
-    options. seq_major: q is (B, Sq, H, D), or (Tq, H, D) with cu_seqlens_q."""
-    if (is_compiling() or cuda._fast_forward is None or not (backend == "auto" or backend == "cuda")
-            or not (is_zero(dropout_p) and is_zero(softcap) and isinstance(deterministic, bool))):
+def fast_path(q, k, v, given, causal, window_size, backend, seq_major=False):
+    """The result of an everyday call on CUDA tensors, straight from C++, or None for all others. given: as of attend.
+    seq_major: q is (B, Sq, H, D), or (Tq, H, D) with cu_seqlens_q."""
+    if is_compiling() or cuda._fast_forward is None or not (backend == "auto" or backend == "cuda"):
         return None
-    return cuda._fast_forward(cuda._warn_slow, q, k, v, causal, sm_scale, seq_major, return_lse, deterministic,
-                              window_size, lengths, sinks)
+    return cuda._fast_forward(q, k, v, given, causal, window_size, seq_major)
 
 
 def backend_name(backend, q, *others):
@@ -194,7 +201,7 @@ def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seql
     name = backend_name(backend, q, k, v, *given.differentiable)
     chosen = BACKENDS[name]
     check_dtype(q, chosen.dtypes)
-    options = checked_options(given, q, k, causal, window_size, seq_lens, names)
+    options = checked_options(with_tensors(given, q, k), q, k, causal, window_size, seq_lens, names)
     if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not
     if not chosen.has_forward_mode:  # it has kernels
@@ -208,7 +215,7 @@ def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seql
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     if is_known(q.numel() == 0) or is_known(k.numel() == 0):
         # Nothing to launch. The reference's empty products leave the outputs in the graph of inputs that require grad.
-        out, lse = reference.BACKEND.forward(q, k, v, options)
+        out, *more = reference.BACKEND.forward(q, k, v, options)
     else:
         q, k, v = (x if is_known(x.stride(-1) == 1) else x.contiguous() for x in (q, k, v))
         # Kernels, the backends without forward mode, do not add up gradients of keys that samples share.
@@ -216,10 +223,11 @@ def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seql
                 map(wants_gradient, (q, k, v, *options.differentiable))):
             k, v, lengths = with_own_keys(k, v, options.lengths, max_seqlen_k)
             options = options.with_lengths(lengths)
-        out, lse = chosen.forward(q, k, v, options)
+        out, *more = chosen.forward(q, k, v, options)
+    result = out, *(more if options.return_lse else more[1:])
     if is_3d:
-        out, lse = out.squeeze(1), lse.squeeze(1) if options.return_lse else None
-    return (out, lse) if options.return_lse else out
+        result = tuple(x.squeeze(1) for x in result)
+    return result if len(result) > 1 else result[0]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -233,7 +241,8 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
                  cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
                  max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
                  seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
-                 alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None) -> str:
+                 alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None, attention_chunk: int = 0,
+                 return_max_logits: bool = False) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
     Arguments are as of flash_attention. causal, sm_scale, window_size, max_seqlen and the values of lengths are
@@ -242,12 +251,13 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
         "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for dropout
-        together with softcap, ALiBi or an attn_bias, where rows of q, k or v overlap, where a stride is 2^40 bytes or
-        more, without keys, and for an attn_bias of numbers that is float32, or whose rows are not contiguous or do not
-        start at multiples of 16 bytes. "dmma" (flash_dmma.cu, fp64 tensor cores): float32, head_dim 33 to 128, GPUs of
-        sm_90, without dropout, sinks, softcap, ALiBi and attn_bias.
-        These three need head_dims, strides and addresses that are multiples of 16 bytes. "simt" (flash.cu): everything
-        else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors.
+        together with softcap, ALiBi or an attn_bias, for any of these four together with attention_chunk or
+        return_max_logits, where rows of q, k or v overlap, where a stride is 2^40 bytes or more, without keys, and for
+        an attn_bias of numbers that is float32, or whose rows are not contiguous or do not start at multiples of 16
+        bytes. "dmma" (flash_dmma.cu, fp64 tensor cores): float32, head_dim 33 to 128, GPUs of sm_90, without dropout,
+        sinks, softcap, ALiBi, attn_bias, attention_chunk and return_max_logits.
+        These three need head_dims, strides and addresses that are multiples of 16 bytes, as copies of 16-bit tensors
+        have them. "simt" (flash.cu): everything else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors.
         Another kernel may compute the gradients. On Hopper, those of calls in 16 bits, also with dropout, are "sm90"'s,
         but "sm80"'s with an attn_bias, and for a head_dim over 128 with softcap or ALiBi. Those of "dmma" are "simt"'s.
 
@@ -258,7 +268,7 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     check_qkv(q, k, v, KERNEL_DTYPES)
     check_max_seqlens(max_seqlen_q, max_seqlen_k)
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
-                    dropout_p=dropout_p)
+                    attention_chunk=attention_chunk, dropout_p=dropout_p, return_max_logits=return_max_logits)
     return cuda.kernel_of(q, k, v, checked_options(given, q, k, causal, window_size, seq_lens))
 
 

@@ -11,7 +11,7 @@ from .backends import reference
 from .backends.cuda import can_append, can_read_cache
 from .checks import (FP8_DTYPES, NO_WINDOW, OWN, autocast, check_dtype, check_no_derivative, check_number,
                      checked_options, is_int, is_known, is_static, shown)
-from .options import Append, Cache, Options
+from .options import NO_MASK, Append, Cache, Options
 from .reference.append import check_append, check_slots
 from .reference.pages import check_cached, with_own_rows
 from .reference.tree_mask import check_tree_mask
@@ -22,9 +22,9 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
                            leftpad_k: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
                            max_seqlen_q: int | Tensor | None = None, seqused_q: Tensor | None = None,
                            causal: bool = False, sm_scale: float | None = None,
-                           window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0, sinks: Tensor | None = None,
-                           alibi_slopes: Tensor | None = None, num_splits: int = 0, return_lse: bool = False,
-                           k: Tensor | None = None, v: Tensor | None = None,
+                           window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0, softcap: float = 0,
+                           sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+                           return_lse: bool = False, k: Tensor | None = None, v: Tensor | None = None,
                            cu_seqlens_k_new: Tensor | None = None, rotary_cos: Tensor | None = None,
                            rotary_sin: Tensor | None = None, rotary_interleaved: bool = True,
                            rotary_seqlens: Tensor | None = None, tree_mask: Tensor | None = None,
@@ -49,17 +49,17 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         max_seqlen_q: an upper bound of the lengths in cu_seqlens_q, by which kernels are chosen and memory is reserved:
             a tight one is faster. Longer samples are served without splits. A tensor is never read, and counts as None.
         seqused_q: int32 (B,): how many rows of a sample are valid, as of flash_attention.
-        causal, window_size, sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of flash_attention. The
-            last row sees the last key. On a GPU, "cuda" serves float16 and bfloat16 from sm_80 on, where head_dims,
-            strides and addresses are multiples of 16 bytes, and "auto" takes "triton" for all else. On Hopper, samples
-            of many rows are faster in caches without pages, and in pages of a multiple of 16 keys without leftpad_k.
-            "torch", "reference" and "cuda" on the CPU copy the keys that samples have room for.
+        causal, window_size, attention_chunk, sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of
+            flash_attention. The last row sees the last key. On a GPU, "cuda" serves float16 and bfloat16 from sm_80 on,
+            where head_dims, strides and addresses are multiples of 16 bytes, and "auto" takes "triton" for all else. On
+            Hopper, samples of many rows are faster in caches without pages, and in pages of a multiple of 16 keys
+            without leftpad_k. "torch", "reference" and "cuda" on the CPU copy the keys that samples have room for.
         num_splits: into how many parts at most the keys of a sample are split, 1 to 256, by its own lengths alone. Then
             its bits do not depend on its batch. 0: as is fastest; "cuda" then looks at the lengths of the whole batch.
         k, v, cu_seqlens_k_new, rotary_seqlens: as append_to_kvcache. seqused_k must then be given; it counts the keys
             before the append, and seqlen_k counts old and new ones. Under torch.autocast, k and v are cast as q is.
         rotary_cos, rotary_sin, rotary_interleaved: as append_to_kvcache, for k and for q: row t of a sample's q as at
-            position rotary_seqlens[b] + t with causal or a window, else all rows as at rotary_seqlens[b].
+            position rotary_seqlens[b] + t with causal, a window or chunks, else all rows as at rotary_seqlens[b].
         tree_mask: bool (Sq, Sq) or (B, Sq, Sq), Sq at most 64, for a draft that branches: row i sees the j-th of the
             last seqlen_q keys of its sample where tree_mask[..., i, j], and all keys before them. It takes the place
             of causal. Or int64 (Sq,) or (B, Sq), as pack_tree_mask gives it. All of these keys must be finite.
@@ -72,10 +72,11 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         As append_to_kvcache and flash_attention, before anything is written. The values of page_table, cache_batch_idx,
         leftpad_k and lengths are checked for CPU tensors. On a GPU they are clamped, so that nothing outside is read;
         they must not change while the call runs there, but may between replays of a CUDA graph.
-        NotImplementedError: also tree_mask together with cu_seqlens_q, window_size, alibi_slopes or rotary_cos.
+        NotImplementedError: also tree_mask together with cu_seqlens_q, window_size, attention_chunk, alibi_slopes or
+        rotary_cos.
     """
     given = Options(cu_seqlens_q, None, seqused_q, seqused_k, sinks, alibi_slopes, None, sm_scale, softcap,
-                    return_lse=return_lse)
+                    attention_chunk=attention_chunk, return_lse=return_lse)
     cache = Cache(page_table, cache_batch_idx, leftpad_k, tree_mask, num_splits, max_seqlen_q)
     append = Append(cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
                     rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved)
@@ -95,11 +96,12 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
     check_number("max_seqlen_q", cache.max_seqlen_q)
     check_number("num_splits", cache.num_splits)
     options = checked_options(given, q, k_cache, causal, window_size, names=names, is_whole=False)
-    has_window, tree_mask, max_seqlen_q = options.window != NO_WINDOW, cache.tree_mask, cache.max_seqlen_q
+    tree_mask, max_seqlen_q = cache.tree_mask, cache.max_seqlen_q
     if tree_mask is not None:
         tree_mask = check_tree_mask(tree_mask, q, causal, {
             "cu_seqlens_q": (options.lengths.is_packed, "give a padded q, and seqused_q"),
-            "window_size": (has_window, "hide keys by tree_mask or leftpad_k"),
+            "window_size": (options.window != NO_WINDOW, "hide keys by tree_mask or leftpad_k"),
+            "attention_chunk": (options.attention_chunk > 0, "hide keys by tree_mask or leftpad_k"),
             "alibi_slopes": (options.alibi_slopes is not None, "places in the cache are not positions in the text"),
             "rotary_cos": (append.rotary_cos is not None, "rotate q and k by the depths of their tokens before")})
     is_bound = is_int(max_seqlen_q) and is_static(max_seqlen_q)
@@ -113,7 +115,7 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
             raise ValueError(f"{of_new} needs new keys and values, k and v")
     if has_new := k is not None:
         append = append._replace(seqused_k=options.seqused_k, page_table=cache.page_table, batch_idx=cache.batch_idx,
-                                 q=q, cu_seqlens_q=options.cu_seqlens_q, q_advances=has_window)
+                                 q=q, cu_seqlens_q=options.cu_seqlens_q, q_advances=options.mask != NO_MASK)
         check_append(k, v, k_cache, v_cache, append, names)
     if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not

@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .options import Lengths
+from .options import Lengths, Options
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of csrc
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -183,20 +183,25 @@ A_BOOL, A_SIZE = Number("a bool", lambda x: isinstance(x, bool)), Number("an int
 LENGTH, BOUND = A_SIZE._replace(low=0), Number(  # a tensor is never read
     "None, an int or a tensor of one element", lambda x: x is None or is_int(x) or _is_scalar(x), 0)
 NUMBERS = {
-    **dict.fromkeys(("causal", "deterministic", "rotary_interleaved", "is_causal", "enable_gqa"), A_BOOL),
+    **dict.fromkeys(("causal", "deterministic", "return_max_logits", "rotary_interleaved", "is_causal",
+                     "enable_gqa"), A_BOOL),
     "sm_scale": Number("None or one real number", lambda x: x is None or _is_real(x) or _is_scalar(x), -MAX_SCALE,
                        MAX_SCALE),
     "dropout_p": Number("a number", _is_real, 0, 1),
     "softcap": Number("a number", _is_real, 0, MAX_SCALE),  # kernels keep it in fp32
+    "attention_chunk": Number("an int", is_int, 0),
     "num_splits": Number("an int", is_int, 0, MAX_SPLITS),  # 0 leaves it to the kernel
     "max_seqlen_q": BOUND, "max_seqlen_k": BOUND, "batch": LENGTH, "seqlen": LENGTH,
     **dict.fromkeys(("block_size", "embed_dim", "num_heads", "num_heads_k"), A_SIZE),
 }
+OPTION_NUMBERS = [name for name in Options._fields if name in NUMBERS]
 
 
 def check_number(name, x, names=OWN):
     """x, real numbers as a float, if its row in NUMBERS allows its type (else TypeError) and its value (ValueError)."""
     row, called = NUMBERS[name], names.get(name, name)
+    if row.low == 0 and is_zero(x):
+        return x
     if not row.is_it(x):
         instead = "; masks are called attn_bias" if name == "causal" and isinstance(x, torch.Tensor) else ""
         raise TypeError(f"{called} must be {row.words}, got {shown(x)}{instead}")
@@ -585,7 +590,8 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     """The Options of a call, of those that its caller gave, which are of any type and have no window yet; None as
     softmax_scale is 1/sqrt(D). q and k are checked, and so are lengths unless k holds the keys of whole samples."""
     check_number("causal", causal)
-    check_number("deterministic", given.deterministic)
+    for name in OPTION_NUMBERS:
+        check_number(name, getattr(given, name))
     scale = given.softmax_scale
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(check_number("sm_scale", scale, names))
     lengths = check_lengths(given.lengths, seq_lens, q, k, names) if is_whole else given.lengths
@@ -596,8 +602,9 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
         left = -1 if left >= 0 and is_known(left >= k.shape[-2] - 1) else left
         right = -1 if right > 0 and is_known(right >= q.shape[-2] - 1) else right
     (left, right), bias = with_causal_bias((left, right), given.attn_bias, q, k, lengths)
-    dropout_p = 0.0 if is_zero(given.dropout_p) else float(check_number("dropout_p", given.dropout_p))
-    softcap = 0.0 if is_zero(given.softcap) else float(check_number("softcap", given.softcap))
+    dropout_p, softcap = (0.0 if is_zero(x) else float(x) for x in (given.dropout_p, given.softcap))
+    # One chunk of all keys hides nothing more than a causal mask.
+    is_one_chunk = is_whole and right == 0 and is_known(given.attention_chunk >= k.shape[-2])
     if 0 < softcap < 1e-30:  # no global name: torch.compile(dynamic=True) would make a symbol of it
         raise ValueError(f"softcap must be 0 or at least 1e-30, by which kernels divide, got {softcap}")
 
@@ -617,6 +624,7 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
         raise ValueError(f"q_descale, k_descale and v_descale are for float8 inputs, and q is {q.dtype}")
     return given._replace(
         softmax_scale=scale, softcap=softcap, window_left=left, window_right=right,
+        attention_chunk=0 if is_one_chunk else min(operator.index(given.attention_chunk), MAX_SEQLEN),
         sinks=sinks if sinks is None else sinks.to(sum_dtype(q.dtype)), attn_bias=check_attn_bias(bias, q, k, lengths),
         dropout_p=dropout_p,
         dropout_seed=check_dropout_seed(given.dropout_seed, q, lengths.num_samples(q)) if dropout_p else None,

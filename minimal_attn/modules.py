@@ -16,6 +16,7 @@ from .checks import (NO_WINDOW, autocast, check_attn_bias, check_choice, check_h
                      check_window_size, is_known)
 from .distributed.attention import context_parallel_attention
 from .distributed.layout import shards_of
+from .flash_attn.functions import refuse
 from .options import Lengths, Options
 from .reference.packed import check_mask, pad_input, unpad_input
 from .reference.scores import without_repeats
@@ -43,6 +44,7 @@ class FlashMHA(nn.Module):
         device, dtype: of the parameters. The backend decides which dtypes it takes (flash_attention); all take float32.
         backend: of flash_attention.
         window_size: of flash_attention: how many positions before and after its own a position sees.
+        attention_chunk: of flash_attention; not with a context_parallel_group.
         context_parallel_group: a torch.distributed.ProcessGroup over which sequences are split, in the zigzag layout of
             distributed.shard; None: they are not.
 
@@ -52,7 +54,7 @@ class FlashMHA(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int, num_heads_k: int | None = None, bias: bool = True,
                  dropout: float = 0.0, causal: bool = False, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None, backend: str = "auto", window_size: tuple[int, int] = NO_WINDOW,
-                 context_parallel_group: "torch.distributed.ProcessGroup | None" = None):
+                 context_parallel_group: "torch.distributed.ProcessGroup | None" = None, attention_chunk: int = 0):
         super().__init__()
         num_heads_k = num_heads if num_heads_k is None else num_heads_k
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_heads_k", num_heads_k)):
@@ -65,20 +67,23 @@ class FlashMHA(nn.Module):
         check_head_dim(head_dim, f" (embed_dim {embed_dim} / num_heads {num_heads})")
         dropout = check_number("dropout_p", dropout, {"dropout_p": "dropout"})
         check_number("causal", causal)
+        check_number("attention_chunk", attention_chunk)
         check_window_size(window_size)
         check_choice("backend", backend, ("auto", *BACKENDS))
         if context_parallel_group is not None:
+            refuse({"function": "context_parallel_group"}, attention_chunk=attention_chunk)
             shards_of(context_parallel_group, "zigzag")
         self.context_parallel_group = context_parallel_group
         self.embed_dim, self.num_heads, self.num_heads_k, self.head_dim = embed_dim, num_heads, num_heads_k, head_dim
         self.dropout, self.causal, self.window_size, self.backend = dropout, causal, window_size, backend
+        self.attention_chunk = attention_chunk
         self.Wqkv = nn.Linear(embed_dim, (num_heads + 2 * num_heads_k) * head_dim, bias, device, dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
         self.reset_parameters()
 
     @classmethod
     def from_torch(cls, mha: nn.MultiheadAttention, causal: bool = False, backend: str = "auto",
-                   window_size: tuple[int, int] = NO_WINDOW) -> "FlashMHA":
+                   window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0) -> "FlashMHA":
         """A FlashMHA with copies of mha's weights, which then gives what mha gives for query = key = value = x.
 
         The copies keep device, dtype and requires_grad; dropout and training mode are mha's too. FlashMHA always takes
@@ -103,7 +108,7 @@ class FlashMHA(nn.Module):
         has_bias = mha.in_proj_bias is not None
         # On the device meta nothing is drawn from the generator for values that are replaced at once.
         module = cls(mha.embed_dim, mha.num_heads, bias=has_bias, dropout=mha.dropout, causal=causal, device="meta",
-                     backend=backend, window_size=window_size)
+                     backend=backend, window_size=window_size, attention_chunk=attention_chunk)
 
         def copy(x):
             return None if x is None else nn.Parameter(x.detach().clone(), requires_grad=x.requires_grad)
@@ -142,7 +147,7 @@ class FlashMHA(nn.Module):
             attn_mask: as of scaled_dot_product_attention, broadcastable to (B, H, S, S), on x's device: bool, True
                 where a position sees another, or float, which is added to the scores and has a gradient. It goes with
                 `causal`, windows, seq_lens and key_padding_mask, all of which hide positions; but not with cu_seqlens,
-                nor with a key_padding_mask and a window at once.
+                nor with a key_padding_mask and a window, or chunks, at once.
 
         Returns:
             A tensor of x's shape and dtype; under torch.autocast of autocast's dtype.
@@ -173,8 +178,8 @@ class FlashMHA(nn.Module):
                 packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, key_padding_mask)
                 out = self.forward(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
                 return pad_input(out, indices, *x.shape[:2])
-            if check_window_size(self.window_size) != NO_WINDOW:
-                raise ValueError("a window counts what key_padding_mask leaves: give no attn_mask with it")
+            if check_window_size(self.window_size) != NO_WINDOW or self.attention_chunk:
+                raise ValueError("windows and chunks count what key_padding_mask leaves: give no attn_mask with it")
             x = x.masked_fill(~key_padding_mask[..., None], 0)  # what no position sees must be finite
         if cu_seqlens is not None and is_known(x.shape[0] == 0) and getattr(cu_seqlens, "shape", None) == (1,):
             return self.forward(x[None])[0]  # no samples, which flash_attention refuses
@@ -195,13 +200,10 @@ class FlashMHA(nn.Module):
             attn_mask, is_valid = without_repeats(attn_mask), key_padding_mask[:, None, None]
             attn_mask = (attn_mask & is_valid if attn_mask.dtype == torch.bool else
                          torch.where(is_valid, attn_mask, -math.inf))
-        out = None
-        if seq_lens is attn_mask is None:
-            out = fast_path(q, k, v, self.causal, None, False, False, False, self.window_size,
-                            (cu_seqlens, cu_seqlens, None, None), None, dropout_p, 0, self.backend)
+        given = Options(cu_seqlens, cu_seqlens, attn_bias=attn_mask, softmax_scale=None, dropout_p=dropout_p,
+                        attention_chunk=self.attention_chunk, return_lse=False)
+        out = None if seq_lens is not None else fast_path(q, k, v, given, self.causal, self.window_size, self.backend)
         if out is None:
-            given = Options(cu_seqlens, cu_seqlens, attn_bias=attn_mask, softmax_scale=None, dropout_p=dropout_p,
-                            return_lse=False)
             out = attend(q, k, v, given, self.causal, self.window_size, self.backend, seq_lens, names=NAMES)
         out = self._projected(out, x)
         return out if key_padding_mask is None else out.masked_fill(~key_padding_mask[..., None], 0)
@@ -210,5 +212,6 @@ class FlashMHA(nn.Module):
         return self.out_proj(out.transpose(1, 2).flatten(2).view(x.shape))
 
     def extra_repr(self) -> str:
-        names = "embed_dim", "num_heads", "num_heads_k", "dropout", "causal", "window_size", "backend"
+        names = ("embed_dim", "num_heads", "num_heads_k", "dropout", "causal", "window_size", "attention_chunk",
+                 "backend")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

@@ -50,7 +50,7 @@ class Lengths(NamedTuple):
 class Options(NamedTuple):
     """The one table of options: the arguments of a call beside q, k and v. A caller's become checked ones in checks.py.
 
-    The first 13 are the arguments of every op after q, k and v, as OPTIONS in csrc/ops/params.h. The ops of csrc also
+    The first 19 are the arguments of every op after q, k and v, as OPTIONS in csrc/ops/params.h. The ops of csrc also
     take deterministic, and those of triton_ref autotune and the descales. A backend takes those that it knows.
     """
 
@@ -68,9 +68,16 @@ class Options(NamedTuple):
     # lengths of its sample. -1 is no bound, and (-1, 0) is causal.
     window_left: int = -1
     window_right: int = -1
+    attention_chunk: int = 0  # a row sees only keys of its own chunk of so many positions; 0: no chunks
     dropout_p: float = 0.0
     # int64, contiguous; None without dropout. One element, or a dropout.seed_with_origins.
     dropout_seed: Tensor | None = None
+    return_max_logits: bool = False
+    # The tensors of a BlockMask (block_mask.py), or None; a caller gives the BlockMask itself as the first one.
+    mask_units: Tensor | None = None
+    mask_row_words: Tensor | None = None
+    mask_key_words: Tensor | None = None
+    mask_bits: Tensor | None = None
     deterministic: bool = False
     autotune: bool = True
     q_descale: Tensor | None = None  # of q, k and v in fp8: float32 (B, Hk), contiguous, or None
@@ -92,18 +99,23 @@ class Options(NamedTuple):
         return self.window_left, self.window_right
 
     @property
+    def mask(self):
+        """The options that hide keys by their positions: NO_MASK, CAUSAL_MASK or another one."""
+        return self[MASK]
+
+    @property
     def descales(self):
         return self.q_descale, self.k_descale, self.v_descale
 
     @property
     def has_scores(self):
-        """Whether softcap, ALiBi or attn_bias change the scores."""
-        return self.softcap > 0 or self.alibi_slopes is not None or self.attn_bias is not None
+        """Whether softcap, ALiBi, attn_bias or a block mask change the scores."""
+        return any(x is not None for x in (self.alibi_slopes, self.attn_bias, self.mask_units)) or self.softcap > 0
 
     @property
     def tensors(self):
         """The tensors among these options. None for each that is not given."""
-        return *self[:Options._fields.index("softmax_scale")], self.dropout_seed, *self.descales
+        return *self[:Options._fields.index("softmax_scale")], self.dropout_seed, *self[BLOCK_MASK], *self.descales
 
     @property
     def floats(self):
@@ -132,6 +144,10 @@ class Options(NamedTuple):
 OF_OP = Options._fields.index("deterministic")
 SCORE_TENSORS = slice(*map(Options._fields.index, ("sinks", "attn_bias")))  # as in csrc/ops/params.h
 SCORE_NUMBERS = slice(*map(Options._fields.index, ("softmax_scale", "dropout_p")))
+MASK = slice(*map(Options._fields.index, ("window_left", "dropout_p")))
+NO_MASK, CAUSAL_MASK = Options().mask, Options(window_right=0).mask
+BLOCK_MASK = slice(*map(Options._fields.index, ("mask_units", "deterministic")))
+NO_BLOCK_MASK = (None,) * 4
 DIFFERENTIABLE = "sinks", "attn_bias"  # the options that have gradients
 
 
@@ -198,8 +214,9 @@ def schema_of(*tables: type, fields: Sequence[str] | None = None) -> str:
 class Backend:
     """One implementation behind the facade."""
 
-    # (q, k, v, options) -> (out, lse): checked 4D inputs with a contiguous last dimension. out has the head_dim of v.
-    forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor | None]]
+    # (q, k, v, options) -> (out, lse) or, with return_max_logits, (out, lse, max_logits): checked 4D inputs with a
+    # contiguous last dimension. out has the head_dim of v.
+    forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, ...]]
     dtypes: tuple
     has_forward_mode: bool  # of its derivatives; all backends have those of a backward pass, but for fp8
     # (q, k_cache, v_cache, options, cache) -> (out, lse), as forward; without gradients. q may be packed.

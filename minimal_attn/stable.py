@@ -14,8 +14,8 @@ import torch
 from torch.autograd import forward_ad
 
 from .backends import ops
-from .checks import KERNEL_DTYPES, is_eager, wants_gradient
-from .options import OF_OP, Options
+from .checks import KERNEL_DTYPES, is_aligned, is_eager, is_zero, wants_gradient
+from .options import OF_OP, Lengths, Options
 
 TORCH, NEXT_TORCH = (2, 11), (3, 0)  # from which version on, and which one may break the stable ABI
 CUDA = "13"
@@ -69,64 +69,67 @@ class Library:
         return *output, reason and reason.decode()
 
     def flash_forward(self, *inputs):
-        """(out, lse, why a call in 16 bits does without tensor cores, or None), without autograd."""
+        """(out, lse, max_logits, why a call in 16 bits does without tensor cores, or None), without autograd."""
         return self._with_reason(_below_autograd(torch.ops.minimal_attn.flash_forward.default, *inputs))
 
     def differentiable_forward(self, *inputs):
         """flash_forward with its derivative, without torch.library's."""
         return self._with_reason(FlashAttention.apply(*inputs))
 
-    def fast_forward(self, warn_slow, q, k, v, causal, softmax_scale, seq_major, return_lse, deterministic, window_size,
-                     lengths, sinks):
+    def fast_forward(self, q, k, v, given, causal, window_size, seq_major):
         """As fast_forward of csrc/binding/fast_path.cpp: out, (out, lse), or None if the call is unusual or wrong."""
-        is_packed = lengths[0] is not None
-        if not (is_everyday(q, k, v, causal, softmax_scale, window_size, (*lengths, sinks))
-                and (not seq_major or is_packed == (q.ndim == 3))):
+        is_packed = given.lengths.is_packed
+        if not (is_everyday(q, k, v, given, causal, window_size) and (not seq_major or is_packed == (q.ndim == 3))):
             return None
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        if needs_grad and is_packed and lengths[3] is not None:  # packed.py gives samples keys of their own
+        if needs_grad and given.lengths.may_share_keys:  # packed.py gives samples keys of their own
             return None
         attend = self.differentiable_forward if needs_grad else self.flash_forward
-        scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-        window = [-1 if side is None else side for side in window_size]
-        window[1] = 0 if causal else window[1]
+        scale = 1 / math.sqrt(q.shape[-1]) if given.softmax_scale is None else given.softmax_scale
+        left, right = (-1 if side is None else side for side in window_size)
+        options = given._replace(softmax_scale=scale, window_left=left, window_right=0 if causal else right,
+                                 dropout_seed=None)
         if seq_major:
             q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
         if seq_major and is_packed:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         try:
-            options = Options.of(scale, window, lengths, sinks=sinks, deterministic=deterministic)
-            out, lse, slow_because = attend(q, k, v, *options[:OF_OP + 1])
+            out, lse, *_ = attend(q, k, v, *options[:OF_OP + 1])
         except ValueError:  # the checks in Python say it in the words of the caller
             return None
-        if slow_because:
-            warn_slow(slow_because)
         if seq_major and is_packed:
             out, lse = out.squeeze(0), lse.squeeze(0)
         out = out.transpose(-3, -2) if seq_major else out
-        return (out, lse) if return_lse else out
+        return (out, lse) if given.return_lse else out
 
-    def which_kernel(self, q, k, v, has_dropout=False, capability=None, fast_fp64=True, has_sinks=False,
-                     has_scores=False, attn_bias=None):
+    def which_kernel(self, *inputs):
         """Calls which_kernel of csrc/ops/ops.cpp. None for tensors without memory of their own, such as vmap's."""
         functorch = torch._C._functorch
-        if any(functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x) for x in (q, k, v)):
+        if any(functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
+               for x in inputs if isinstance(x, torch.Tensor)):
             return None
-        return torch.ops.minimal_attn.which_kernel(q, k, v, has_dropout, capability, fast_fp64, has_sinks, has_scores,
-                                                   attn_bias)
+        return torch.ops.minimal_attn.which_kernel(*inputs)
 
 
-def is_everyday(q, k, v, causal, softmax_scale, window_size, optional):
-    """Whether a call needs nothing but a kernel's launch. The op checks the rest. optional: lengths and sinks."""
-    inputs = q, k, v
+# An everyday call leaves all options but these as they are by default.
+EVERYDAY = (*Lengths._fields, "sinks", "softmax_scale", "dropout_seed", "deterministic", "autotune", "return_lse")
+DEFAULTS = {name: default for name, default in Options._field_defaults.items() if name not in EVERYDAY}
+
+
+def is_everyday(q, k, v, given, causal, window_size):
+    """Whether a call needs nothing but a kernel's launch. The op checks the rest."""
+    inputs, softmax_scale = (q, k, v), given.softmax_scale
     return (isinstance(q, torch.Tensor) and q.is_cuda and is_eager(*inputs) and forward_ad._current_level < 0
             and all(not x.is_nested and x.ndim >= 3 and x.stride(-1) == 1 and x.numel() for x in inputs)
-            and q.dtype in KERNEL_DTYPES
+            and q.dtype in KERNEL_DTYPES and (q.dtype == torch.float32 or all(map(is_aligned, inputs)))
             and not (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != q.dtype)
             and isinstance(causal, bool) and (softmax_scale is None or type(softmax_scale) is float)
             and type(window_size) in (tuple, list) and len(window_size) == 2
             and all(side is None or type(side) is int and side >= -1 for side in window_size)
-            and all(x is None or is_eager(x) and not wants_gradient(x) for x in optional))
+            and all(x is None or is_eager(x) and not wants_gradient(x) for x in given[:5])  # lengths and sinks
+            and all((x := getattr(given, name)) is default or is_zero(x) and is_zero(default)
+                    for name, default in DEFAULTS.items())
+            and isinstance(given.deterministic, bool))
 
 
 def _below_autograd(op, *inputs):

@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES, WITHOUT_DROPOUT
-from minimal_attn.options import Lengths
+from minimal_attn.options import Lengths, Options
 from minimal_attn.reference import reference_attention
 from minimal_attn.reference.scores import visible_keys
 
@@ -262,7 +262,7 @@ def mask_of(case, device):
     """The keys that a row of a case sees: bool, broadcastable to (B, H, Sq, Sk), or None for all."""
     seq_lens = None if case.seq_lens is None else torch.tensor(case.seq_lens, device=device)
     window = -1, 0 if case.causal else -1
-    return visible_keys(case.Sq, case.Sk, window, Lengths(None, None, seq_lens, seq_lens), device)
+    return visible_keys(case.Sq, case.Sk, Options.of(1.0, window, Lengths(None, None, seq_lens, seq_lens)), device)
 
 
 def exact(case, q, k, v):

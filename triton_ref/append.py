@@ -2,10 +2,7 @@
 their positions (Su et al., RoFormer, 2021), and counts the keys.
 
 A program has one row of some heads: a new row of K and V, or a row of q. The last programs have the lengths. Nothing
-outside of the cache is written, whatever lengths, tables and slots say.
-
-Read next: decode.py, attention to the cache.
-"""
+outside of the cache is written, whatever lengths, tables and slots say. Read next: decode.py."""
 
 import torch
 import triton
@@ -14,7 +11,7 @@ import triton.language as tl
 from minimal_attn.checks import empty_like
 
 from .attention import block_d
-from .launching import INTERPRETING, Launch, layouts, remember, to_float
+from .launching import Launch, layouts, remember
 from .sequence import head_of, new_rows, rotary_row, sample_row, strides_of
 
 # Parameters that should not be compiled for.
@@ -22,14 +19,6 @@ NUMBERS = ("new_programs", "q_programs", "batch_size", "seqlen_new", "seqlen_q",
            "seqlen_rotary")
 
 TILE = 1024  # elements of a tile: 8 a thread
-
-
-@triton.jit
-def _in_tile(is_head, cols, head_dim, kMaskCols: tl.constexpr):
-    is_in_tile = is_head[:, None]
-    if kMaskCols:
-        is_in_tile &= (cols < head_dim)[None, :]
-    return is_in_tile
 
 
 @triton.jit
@@ -97,6 +86,7 @@ def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr
     seqused_k_ptr, page_table_ptr, batch_idx_ptr, cu_seqlens_new_ptr, slot_mapping_ptr = tables
     pid = tl.program_id(0)
     cols, cols_v = tl.arange(0, kBlockD), tl.arange(0, kBlockDv)
+    is_col = (cols < head_dim) | (not kMaskCols)
     if pid < new_programs:
         parts = (nheads_k + kHeads - 1) // kHeads
         heads = pid % parts * kHeads + tl.arange(0, kHeads)
@@ -105,25 +95,24 @@ def _append(k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, q_ptr, q_rotated_ptr
                                               num_sequences, kPageSize)
         table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i, capacity, seqlen_rotary)
         is_head = heads < tl.where(is_place, nheads_k, 0)  # no scalar condition in a mask, see decode.py
-        is_in_tile = _in_tile(is_head, cols, head_dim, kMaskCols)
-        is_in_tile_v = _in_tile(is_head, cols_v, head_dim_v, kMaskCols)
+        is_in_tile = is_head[:, None] & is_col[None, :]
+        is_in_tile_v = is_head[:, None] & ((cols_v < head_dim_v) | (not kMaskCols))[None, :]
         k = _rotated(k_new_ptr, k_new_strides, element, row, heads, cols, is_in_tile, table_row, cos_ptr, sin_ptr,
                      kRotaryDim, kInterleaved)
         v = _rotated(v_new_ptr, v_new_strides, element, row, heads, cols_v, is_in_tile_v, 0, None, None, 0, False)
         _store(k_cache_ptr, k_strides, sequence, place, heads, cols, is_in_tile, k)
         _store(v_cache_ptr, v_strides, sequence, place, heads, cols_v, is_in_tile_v, v)
-    elif pid < new_programs + q_programs:
-        if q_ptr is not None:
-            parts = (nheads + kHeads - 1) // kHeads
-            of_q = pid - new_programs
-            heads = of_q % parts * kHeads + tl.arange(0, kHeads)
-            b, i, element, row = sample_row(cu_seqlens_q_ptr, of_q // parts, batch_size, seqlen_q)
-            table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i if kAdvances else 0, capacity,
-                                   seqlen_rotary)
-            is_in_tile = _in_tile(heads < nheads, cols, head_dim, kMaskCols)
-            q = _rotated(q_ptr, q_strides, element, row, heads, cols, is_in_tile, table_row, cos_ptr, sin_ptr,
-                         kRotaryDim, kInterleaved)
-            _store(q_rotated_ptr, rotated_strides, element, row, heads, cols, is_in_tile, q)
+    elif q_ptr is not None and pid < new_programs + q_programs:
+        parts = (nheads + kHeads - 1) // kHeads
+        of_q = pid - new_programs
+        heads = of_q % parts * kHeads + tl.arange(0, kHeads)
+        b, i, element, row = sample_row(cu_seqlens_q_ptr, of_q // parts, batch_size, seqlen_q)
+        table_row = rotary_row(cos_ptr, rotary_seqlens_ptr, seqused_k_ptr, b, i if kAdvances else 0, capacity,
+                               seqlen_rotary)
+        is_in_tile = (heads < nheads)[:, None] & is_col[None, :]
+        q = _rotated(q_ptr, q_strides, element, row, heads, cols, is_in_tile, table_row, cos_ptr, sin_ptr, kRotaryDim,
+                     kInterleaved)
+        _store(q_rotated_ptr, rotated_strides, element, row, heads, cols, is_in_tile, q)
     elif lengths_ptr is not None:
         samples = (pid - new_programs - q_programs) * kBlock + tl.arange(0, kBlock)
         count, taken = new_rows(cu_seqlens_new_ptr, seqused_k_ptr, tl.minimum(samples, batch_size - 1), batch_size,
@@ -161,22 +150,14 @@ def launch_of(k_new, v_new, k_cache, v_cache, append, q_rotated):
 def run(k_new, v_new, k_cache, v_cache, append):
     """(q_rotated, lengths) of checked inputs and minimal_attn.options.Append, see ops.triton_append; writes into the
     caches."""
-    if INTERPRETING and k_new.dtype == torch.bfloat16:
-        k, v = to_float(k_cache), to_float(v_cache)
-        in_float = {name: to_float(getattr(append, name)) for name in ("q", "rotary_cos", "rotary_sin")}
-        rotated, lengths = run(to_float(k_new), to_float(v_new), k, v, append._replace(**in_float))
-        k_cache.copy_(k), v_cache.copy_(v)
-        return rotated.to(torch.bfloat16), lengths
     if append.rotary_cos is None:
         append = append._replace(q=None, cu_seqlens_q=None, rotary_seqlens=None)
     q_rotated = None if append.q is None else empty_like(append.q)
     lengths = None if append.seqused_k is None else torch.empty_like(append.seqused_k)
     key = k_new.device, *append[-2:], *layouts(k_new, v_new, k_cache, v_cache, *append[:-2])
     with torch.accelerator.device_index(k_new.device.index):  # None on the CPU: nothing to switch
-        plan = _plans.get(key)
-        if plan is None:
-            plan = launch_of(k_new, v_new, k_cache, v_cache, append, q_rotated)
-            remember(_plans, key, plan, k_new.device)
+        plan = _plans.get(key) or remember(
+            _plans, key, launch_of(k_new, v_new, k_cache, v_cache, append, q_rotated), k_new.device)
         if plan.grid[0]:
             plan(k_new, v_new, k_cache, v_cache, append.q, q_rotated, lengths, append[:5], *append[6:10])
     return (k_new.new_empty(0) if q_rotated is None else q_rotated,

@@ -1,8 +1,5 @@
 """The fastest of a few launch configurations, measured once a GPU and kept on disk for the processes that follow.
-
-Triton's own autotuner keeps nothing on disk for kernels with tensor descriptors and does not say that it is at work.
-Read next: attention.py and matmul.py, which tune.
-"""
+Triton's own autotuner keeps nothing on disk for kernels with tensor descriptors and does not say that it is at work."""
 
 import functools
 import hashlib
@@ -61,19 +58,13 @@ def fastest(kernel: str, key: tuple, configs: list[dict], run: Callable[[dict], 
 
 def fastest_launch(kernel, key, configs, launch, arguments, autotune):
     """The Launch, made by launch(config), of the fastest of configs for these arguments, whose first is a tensor.
-    Without autotune or a key it is that of the first config."""
-    launches = {}
-
-    def launch_of(config):
-        name = tuple(config.values())
-        if name not in launches:
-            launches[name] = launch(config)
-        return launches[name]
-
-    if autotune and key is not None:
-        run_config = lambda config: launch_of(config)(*arguments)  # noqa: E731
-        return launch_of(fastest(kernel, key, configs, run_config, arguments[0].device))
-    return launch(configs[0])
+    Without autotune it is that of the first config."""
+    if not autotune:
+        return launch(configs[0])
+    launch_of = functools.cache(lambda i: launch(configs[i]))  # compiled once, for all rounds
+    chosen = fastest(kernel, key, configs, lambda config: launch_of(configs.index(config))(*arguments),
+                     arguments[0].device)
+    return launch_of(configs.index(chosen))
 
 
 def is_on():
@@ -85,44 +76,31 @@ def device_name(device):
     return torch.get_device_module(device).get_device_name(device)
 
 
-@functools.cache
-def _sources() -> str:
-    """A digest of this package: a choice that was measured with other kernels may not be the best for these."""
-    return source_digest(TRITON_REF)
+_sources = functools.cache(lambda: source_digest(TRITON_REF))
 
 
 def _file(kernel, configs, device):
-    """The file of choices of a kernel. It depends on the GPU, the version of Triton, the sources and the list of
-    configs."""
+    """The file of choices of a kernel, for this GPU, Triton, package and list of configs."""
     digest = hashlib.sha256(repr((triton.__version__, _sources(), configs)).encode()).hexdigest()[:12]
     return cache_dir() / f"{kernel}-{re.sub('[^A-Za-z0-9]+', '-', device_name(device))}-{digest}.json"
 
 
 def _measure(what, configs, run):
     """The index of the fastest, with a line on stderr that says what takes so long."""
-    times, error = {}, None
-    _progress(f"minimal_attn: tuning {what}, {len(configs)} ways: once, then never again")
-    for round_idx in range(ROUNDS):  # by turns: the first of them meets a GPU that is still waking up
-        for i, config in enumerate(configs):
-            if round_idx > 0 and i not in times:
-                continue
+    times, fitting, error = {}, range(len(configs)), None
+    print(f"minimal_attn: tuning {what}, {len(configs)} ways: once, then never again", file=sys.stderr)
+    for _ in range(ROUNDS):  # by turns: the first of them meets a GPU that is still waking up
+        for i in fitting:
             try:
-                ms = benchmark_fn(run, config, warmup=2, rep=10)[0]
+                ms = benchmark_fn(run, configs[i], warmup=2, rep=10)[0]
             except (OutOfResources, PTXASError) as too_large:  # for this GPU
                 error = too_large
             else:
                 times[i] = min(ms, times.get(i, ms))
-    _progress("")
+        fitting = list(times)
     if not times:
         raise error
     return min(times, key=lambda i: times[i] * (0.97 if i == 0 else 1))  # what is 3 % faster may be noise
-
-
-def _progress(line):
-    if sys.stderr.isatty():
-        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-    elif line:
-        print(line, file=sys.stderr)
 
 
 def _read(file):
@@ -134,8 +112,7 @@ def _read(file):
 
 
 def _write(file, stored):
-    """Writes the file as a whole or not at all. If two processes tune at once, one choice may get lost, and is then
-    made again."""
+    """Writes the file as a whole or not at all. Of two processes that tune at once, one may lose its choice."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")

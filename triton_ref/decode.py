@@ -1,14 +1,13 @@
 """Attention of a few query tokens to a cache of keys and values, in Triton: one tensor of sequences, or pages.
 
 Decoding is bound by the reading of K and V. So one program serves all query heads of a key/value head, and all tokens
-that fit. Its tile has packed rows: row r is token r // kGroup and query head h_k · kGroup + r % kGroup. Tensor cores
-want 16 rows at least.
+that fit. Its tile has packed rows: row r is token r // kGroup and query head h_k · kGroup + r % kGroup.
 
-One sample has too few programs for a GPU, so its keys are split, by the lengths of the sample alone, and not by its
-batch or by the room in the cache: its bits do not depend on them. Each split leaves the maximum of its scores, the sum
-of exp(score - maximum), and its o, which is not normalised. A second kernel adds them up in a fixed order (Dao et al.,
-Flash-Decoding, 2023). The host reads no lengths: it launches as many programs as the cache may need, and those without
-keys return at once. So a CUDA graph stays valid while lengths and tables change.
+One sample has too few programs for a GPU, so its keys are split (Dao et al., Flash-Decoding, 2023), by its own lengths
+alone: its bits depend neither on its batch nor on the room in the cache. Each split leaves the maximum of its scores,
+the sum of exp(score - maximum), and its o, which is not normalised. A second kernel adds them up in a fixed order. The
+host reads no lengths: it launches as many programs as the cache may need, and those without keys return at once. So a
+CUDA graph stays valid while lengths and tables change.
 
 Read next: ../minimal_attn/reference/pages.py, the same in plain torch.
 """
@@ -22,18 +21,18 @@ import triton.language as tl
 from minimal_attn.checks import MAX_SEQLEN, empty_outputs
 from minimal_attn.reference.pages import capacity_of
 
-from .attention import Tile, block_d, config_of, finish, shared_memory
-from .launching import INTERPRETING, WINDOW, Launch, layouts, mask_of, num_samples, properties, remember, to_float
+from .attention import add_product, block_d, config_of, finish, shared_memory, tile_of
+from .launching import WINDOW, Launch, layouts, mask_of, properties, remember
 from .mask import keys_of, make_mask, sees
-from .scores import Scores, capped, score_constants, score_numbers, score_options, shifted
-from .sequence import block_of_slot, cached_sequence, head_of, num_slots, strides_of
+from .scores import (Scores, capped, log2_unit, online_softmax, score_numbers, score_options, score_strides, shifted,
+                     unit_of)
+from .sequence import block_of_slot, head_of, num_slots, sequence, strides_of
 
 MAX_SPLITS = 32  # where num_splits is 0
 # Every split but the last has a multiple of MIN_KEYS keys, and so of kBlockN: no block has keys of two splits.
 MIN_KEYS = tl.constexpr(64)
 # Samples with more packed rows are not split: they have programs enough, and partial results take memory.
 SPLIT_ROWS = 64
-# Parameters that change from call to call, for which the kernels should not be compiled anew.
 SIZES = ("batch_size", "seqlen_q", "capacity", "num_sequences", "page_table_stride", "tree_batch_stride", "max_splits",
          "split_tokens")
 
@@ -61,30 +60,12 @@ def share_keys(seq, mask, row0, max_splits, split_tokens, kGroup: tl.constexpr, 
 
 
 @triton.jit
-def score_units(softmax_scale, options):
-    """Returns (unit of scores, see scores.py; this unit times log2(e), for powers of two).
-
-    A scale of 0 would turn a masked -inf into NaN. The second unit is therefore at least 1e-37, which also makes all
-    scores alike.
-    """
-    unit = tl.abs(tl.cast(softmax_scale, tl.float32))
-    if options.softcap is not None:
-        unit = tl.cast(options.softcap, tl.float32)
-    elif options.slopes is not None:
-        unit = tl.cast(1.0, tl.float32)
-    return unit, tl.maximum(unit * 1.4426950408889634, 1e-37)
-
-
-@triton.jit
 def _gather(x, block, row, block_stride, row_stride, is_row, num_cols, kMaskCols: tl.constexpr, kBlock: tl.constexpr):
     """[rows, kBlock] of x: each row lies in its block, a page or a head, or all in one. 0 where is_row is False."""
     cols = tl.arange(0, kBlock)
     pointers = x + (block.to(tl.int64) * block_stride + row.to(tl.int64) * row_stride)[:, None] + cols[None, :]
-    if kMaskCols:
-        tile = tl.load(pointers, mask=is_row[:, None] & (cols[None, :] < num_cols), other=0.0)
-    else:
-        tile = tl.load(pointers, mask=is_row[:, None], other=0.0)
-    return tile
+    is_there = is_row[:, None] & ((cols < num_cols) | (not kMaskCols))[None, :]
+    return tl.load(pointers, mask=is_there, other=0.0)
 
 
 @triton.jit
@@ -105,8 +86,8 @@ def _block_of_keys(page_table_ptr, batch_idx_ptr, b, row, is_key, page_table_str
 
 @triton.jit
 def _sees_in_tree(trees, new):
-    """Whether rows see keys, by the rows' words of a tree mask: bool [rows, keys]. new: which of the new keys each key
-    is; those before them are negative."""
+    """Whether rows see keys, by the rows' words of a tree mask: bool [rows, keys]. new: the number of each key among
+    the new ones, negative before them."""
     bits = trees[:, None] >> tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)[None, :]
     return (new < 0)[None, :] | ((bits & 1) != 0)
 
@@ -117,7 +98,7 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
             lengths, tables, sinks_ptr, softmax_scale, score_options,  # tables: the tensors of minimal_attn's Cache
             strides, page_table_stride, tree_batch_stride, score_strides, batch_size, nheads_k, seqlen_q, capacity,
             num_sequences, max_splits, split_tokens, head_dim, head_dim_v, window_left, window_right,
-            kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kFastTanh: tl.constexpr, kNegateQ: tl.constexpr,
+            kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr, kNegateQ: tl.constexpr,
             kPageSize: tl.constexpr, kGroup: tl.constexpr, kTile: tl.constexpr):
     kBlockM: tl.constexpr = kTile.kBlockM
     kBlockN: tl.constexpr = kTile.kBlockN
@@ -135,8 +116,8 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
         m_blocks = num_slots(None, batch_size, seqlen_q, kBlockM, kGroup)
         sample, m_block = slot // m_blocks, slot % m_blocks
         b = sample
-    seq = cached_sequence(lengths, leftpad_k_ptr, sample, batch_size, seqlen_q, capacity)
-    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
+    seq = sequence(lengths, sample, batch_size, seqlen_q, capacity, leftpad_k_ptr)
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
     row0 = m_block * kBlockM
     share = share_keys(seq, mask, row0, max_splits, split_tokens, kGroup, kBlockM)
     if (split_idx >= share.num_splits) | (row0 // kGroup >= seq.padded_q):
@@ -152,10 +133,9 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
     if kNegateQ:  # a masked score of -inf needs a scale above 0
         q = (-q.to(tl.float32)).to(q.dtype)
     k_base, v_base = head_of(k_ptr, k_strides, 0, h_k, 0), head_of(v_ptr, v_strides, 0, h_k, 0)
-    unit, unit_log2 = score_units(softmax_scale, score_options)
     numbers = score_numbers(tl.abs(tl.cast(softmax_scale, tl.float32)), score_options, score_strides, seq,
                             heads[:, None])
-    scores = Scores(numbers, score_options, score_strides, kFastTanh)
+    scores, unit_log2 = Scores(numbers, score_options, score_strides), log2_unit(numbers.unit)
     visible = keys_of(mask, tokens)
     if tree_ptr is not None:
         trees = tl.load(tree_ptr + tl.cast(sample, tl.int64) * tree_batch_stride + tokens, mask=is_row, other=0)
@@ -174,36 +154,27 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
                          kTile.kBlockD)
         acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
         acc_s = shifted(scores, capped(scores, acc_s), tokens[:, None], cols[None, :])
-        is_seen = sees(visible, cols, kIsLocal)
+        is_seen = sees(mask, visible, cols)
         if tree_ptr is not None:
             is_seen &= _sees_in_tree(trees, cols - (seq.seqlen_k - seq.seqlen_q))
         acc_s = tl.where(is_seen, acc_s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(acc_s, 1))
-        max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)  # exp2(-inf) is 0, not NaN
-        p = tl.exp2((acc_s - max_sub[:, None]) * unit_log2)
-        rescale = tl.exp2((row_max - max_sub) * unit_log2)
-        row_sum = row_sum * rescale + tl.sum(p, 1)
-        row_max = new_max
+        p, rescale, row_max, row_sum = online_softmax(acc_s, row_max, row_sum, unit_log2, True)
         v_tile = _gather(v_base, block, key_rows, v_strides.batch, v_strides.row, is_key, head_dim_v, kMaskCols,
                          kBlockDv)
-        if q.dtype == tl.float32:  # summed apart from acc_o, as in attention.py
-            acc_o = tl.fma(acc_o, tl.broadcast_to(rescale[:, None], acc_o.shape),
-                           tl.dot(p, v_tile, input_precision="ieee"))
-        else:
-            acc_o = tl.dot(p.to(q.dtype), v_tile, acc_o * rescale[:, None])
+        acc_o = add_product(acc_o, p.to(q.dtype), v_tile, rescale)
 
     cols = tl.arange(0, kBlockDv)
     o_accum_ptr, max_accum_ptr, sum_accum_ptr = partial
-    if o_accum_ptr is not None:
-        if share.num_splits > 1:
-            part = (tl.cast(sample, tl.int64) * nheads_k + h_k) * max_splits + split_idx
-            places = part * split_tokens * kGroup + rows
-            tl.store(max_accum_ptr + places, row_max, mask=is_row)
-            tl.store(sum_accum_ptr + places, row_sum, mask=is_row)
-            tl.store(o_accum_ptr + places[:, None] * head_dim_v + cols[None, :],
-                     tl.where(row_sum[:, None] == 0.0, 0.0, acc_o), mask=is_row[:, None] & (cols[None, :] < head_dim_v))
+    if o_accum_ptr is not None and share.num_splits > 1:
+        part = (tl.cast(sample, tl.int64) * nheads_k + h_k) * max_splits + split_idx
+        places = part * split_tokens * kGroup + rows
+        tl.store(max_accum_ptr + places, row_max, mask=is_row)
+        tl.store(sum_accum_ptr + places, row_sum, mask=is_row)
+        tl.store(o_accum_ptr + places[:, None] * head_dim_v + cols[None, :],
+                 tl.where(row_sum[:, None] == 0.0, 0.0, acc_o), mask=is_row[:, None] & (cols[None, :] < head_dim_v))
     is_empty = row_sum == 0.0
-    factor, lse = finish(tl.where(is_empty, 0.0, row_max) * unit, row_sum, is_empty, 1.0, sinks_ptr, heads, is_row)
+    factor, lse = finish(tl.where(is_empty, 0.0, row_max) * numbers.unit, row_sum, is_empty, 1.0, sinks_ptr, heads,
+                         is_row)
     # combine_splits stores the rows that are split, but no padding. Triton 3.9's interpreter takes no mask that has a
     # scalar condition in it.
     first_stored = tl.where(share.num_splits == 1, 0, seq.seqlen_q)
@@ -221,19 +192,20 @@ def _decode(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
 @triton.jit(do_not_specialize=[*WINDOW, *SIZES])
 def combine_splits(partial, o_ptr, lse_ptr, lengths, leftpad_k_ptr, sinks_ptr, softmax_scale, score_options, o_strides,
                    batch_size, nheads_k, seqlen_q, capacity, max_splits, split_tokens, head_dim_v,
-                   window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kGroup: tl.constexpr,
-                   kBlockM: tl.constexpr, kBlockDv: tl.constexpr):
+                   window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr,
+                   kGroup: tl.constexpr, kBlockM: tl.constexpr, kBlockDv: tl.constexpr):
     """One program adds up the splits of one packed row. The result of a row that is not split is stored already."""
     row, bh = tl.program_id(0) % (split_tokens * kGroup), tl.program_id(0) // (split_tokens * kGroup)
     sample, h_k, token = bh // nheads_k, bh % nheads_k, row // kGroup
     h = h_k * kGroup + row % kGroup
     o_accum_ptr, max_accum_ptr, sum_accum_ptr = partial
-    seq = cached_sequence(lengths, leftpad_k_ptr, sample, batch_size, seqlen_q, capacity)
-    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal)
+    seq = sequence(lengths, sample, batch_size, seqlen_q, capacity, leftpad_k_ptr)
+    mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
     share = share_keys(seq, mask, row // kBlockM * kBlockM, max_splits, split_tokens, kGroup, kBlockM)
     if (token >= seq.seqlen_q) | (share.num_splits == 1):
         return
-    unit, unit_log2 = score_units(softmax_scale, score_options)
+    unit = unit_of(tl.abs(tl.cast(softmax_scale, tl.float32)), score_options)
+    unit_log2 = log2_unit(unit)
     cols = tl.arange(0, kBlockDv)
     acc_o = tl.zeros([kBlockDv], tl.float32)
     row_max, row_sum = float("-inf"), 0.0
@@ -270,15 +242,14 @@ TILES = {
 }
 
 
-def tile_of(dtype, rows, head_dim, head_dim_v, is_paged, max_shared_memory):
+def choose_config(dtype, rows, head_dim, head_dim_v, is_paged, max_shared_memory):
     """Launch options for samples of so many packed rows."""
     kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v)
     largest = max(kBlockD, kBlockDv)
     few_rows, more_rows, kBlockN, num_warps = TILES[dtype.itemsize, max(128, largest)]
-    kBlockM, num_stages = few_rows if rows <= few_rows else more_rows, 1
-    while (num_stages < 3 and dtype.itemsize < 4
-           and shared_memory(dtype, kBlockM, kBlockN, largest, num_stages + 1) <= max_shared_memory):
-        num_stages += 1
+    kBlockM = few_rows if rows <= few_rows else more_rows
+    num_stages = next((n for n in (3, 2) if dtype.itemsize < 4
+                       and shared_memory(dtype, kBlockM, kBlockN, largest, n) <= max_shared_memory), 1)
     if is_paged:  # page numbers come two stages before keys: Triton then takes two stages for each tile in flight
         num_stages = 2 * num_stages - 1
     return config_of(kBlockM, kBlockN, num_warps, num_stages, kBlockD, kBlockDv)
@@ -288,25 +259,23 @@ def launches(q, k, v, out, options, cache, split_tokens, max_splits, rows):
     """The Launch of _decode, and that of combine_splits or None. Samples with more than split_tokens are not split."""
     lengths, page_table = options.lengths, cache.page_table
     (nheads, seqlen_q, head_dim), nheads_k, head_dim_v = q.shape[1:], k.shape[1], v.shape[-1]
-    group, batch_size = nheads // nheads_k, num_samples(q, lengths)
+    group, batch_size = nheads // nheads_k, lengths.num_samples(q)
     capacity = capacity_of(k, cache)
     if max(capacity, seqlen_q * group) > MAX_SEQLEN:
         raise ValueError(f"keys of a sample and rows times query heads of a key/value head go up to {MAX_SEQLEN}, got "
                          f"{capacity} and {seqlen_q} times {group}")
-    config = tile_of(q.dtype, rows, head_dim, head_dim_v, page_table is not None,
-                     properties(q.device).max_shared_memory)
-    kBlockM, kBlockN, kBlockD, kBlockDv, num_warps, num_stages = config.values()
-    slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM, group)
-    slots *= 1 if lengths.is_packed else batch_size
-    score_strides, is_fast = score_constants(q, score_options(options))
-    of_mask = mask_of(options.window)
+    config = choose_config(q.dtype, rows, head_dim, head_dim_v, page_table is not None,
+                           properties(q.device).max_shared_memory)
+    kBlockM, _, _, kBlockDv, num_warps, num_stages = config.values()
+    slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM, group) * q.shape[0]
+    of_mask = mask_of(options)
     page_size = 1 if page_table is None else max(1, k.shape[2])  # one kernel for caches of any length
     table_strides = (None if x is None else x.stride(0) for x in (page_table, cache.tree_mask))
     decode = Launch(_decode, slots * max_splits * nheads_k, (
-        strides_of(q, k, v, out), *table_strides, score_strides, batch_size, nheads_k, seqlen_q, capacity, k.shape[0],
-        max_splits, split_tokens, head_dim, head_dim_v, *of_mask, is_fast, options.softmax_scale < 0, page_size, group,
-        Tile(kBlockM, kBlockN, kBlockD, kBlockDv, head_dim < kBlockD or head_dim_v < kBlockDv)),
-        num_warps=num_warps, num_stages=num_stages)
+        strides_of(q, k, v, out), *table_strides, score_strides(q, score_options(options)), batch_size, nheads_k,
+        seqlen_q, capacity, k.shape[0], max_splits, split_tokens, head_dim, head_dim_v, *of_mask,
+        options.softmax_scale < 0, page_size, group, tile_of(config, head_dim, head_dim_v)), num_warps=num_warps,
+        num_stages=num_stages)
     if max_splits == 1:
         return decode, None
     combine = Launch(combine_splits, batch_size * nheads_k * split_tokens * group, (
@@ -320,14 +289,10 @@ _plans = {}  # {all that the launches depend on: the launches}
 
 def run(q, k, v, options, cache):
     """(out, lse) of checked inputs, minimal_attn.options.Options and Cache. k and v are the caches."""
-    if INTERPRETING and q.dtype == torch.bfloat16:
-        out, lse = run(*map(to_float, (q, k, v)), options, cache)
-        return empty_outputs(q, v)[0].copy_(out), lse
     out, lse = empty_outputs(q, v)
     if not out.numel():
         return out, lse
-    lengths, page_table, group = options.lengths, cache.page_table, q.shape[1] // k.shape[1]
-    capacity = capacity_of(k, cache)
+    lengths, group, capacity = options.lengths, q.shape[1] // k.shape[1], capacity_of(k, cache)
     # Not by the number of all rows: no sample's result may depend on its batch. max_seqlen_q is a number of the call.
     max_seqlen_q = (cache.max_seqlen_q or SPLIT_ROWS) if lengths.is_packed else q.shape[2]
     rows, split_tokens = min(max_seqlen_q * group, SPLIT_ROWS), min(max_seqlen_q, max(1, SPLIT_ROWS // group))
@@ -335,17 +300,14 @@ def run(q, k, v, options, cache):
     with torch.accelerator.device_index(q.device.index):  # None on the CPU: nothing to switch
         partial = None, None, None
         if max_splits > 1:
-            shape = num_samples(q, lengths), k.shape[1], max_splits, split_tokens * group
+            shape = lengths.num_samples(q), k.shape[1], max_splits, split_tokens * group
             o_accum = q.new_empty((*shape, v.shape[-1]), dtype=torch.float32)
             partial = o_accum, o_accum.new_empty(shape), o_accum.new_empty(shape)
         tables, scores = cache[:4], score_options(options)
-        key = (q.device, options.softmax_scale < 0, options.window, scores.softcap is None, rows, split_tokens,
-               max_splits, *layouts(q, k, v, *lengths, *tables, options.sinks, scores.slopes))
-        plan = _plans.get(key)
-        if plan is None:
-            plan = launches(q, k, v, out, options, cache, split_tokens, max_splits, rows)
-            remember(_plans, key, plan, q.device)
-        decode, combine = plan
+        key = (q.device, options.softmax_scale < 0, options.mask, scores.softcap is None,
+               rows, split_tokens, max_splits, *layouts(q, k, v, *lengths, *tables, options.sinks, scores.slopes))
+        decode, combine = _plans.get(key) or remember(
+            _plans, key, launches(q, k, v, out, options, cache, split_tokens, max_splits, rows), q.device)
         decode(q, k, v, out, lse, partial, lengths, tables, options.sinks, options.softmax_scale, scores)
         if combine is not None:
             combine(partial, out, lse, lengths, cache.leftpad_k, options.sinks, options.softmax_scale, scores)

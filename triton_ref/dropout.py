@@ -1,7 +1,4 @@
-"""The mask of minimal_attn/reference/dropout.py, one tile at a time, for the kernels of both passes.
-
-Read next: attention.py and attention_bwd_kernels.py, which drop by it.
-"""
+"""The mask of minimal_attn/reference/dropout.py, one tile at a time, for the kernels of both passes."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +14,7 @@ kRounds = tl.constexpr(ROUNDS)
 
 class Dropout(NamedTuple):
     seed: Any  # None: no dropout. A pointer to uint64 if the origins of the samples follow, see seed_of
-    keep_count: Any
+    keep_count: Any  # a float, for no kernel is compiled for its value
     keep_scale: Any
 
 
@@ -48,15 +45,15 @@ def keep_tile(dropout, b, h, row0, col0, kBlockM: tl.constexpr, kBlockN: tl.cons
 @triton.jit
 def carries(word, keep_count):
     """Adds keep_count to 15 bits of each half of a word. The 16th bit of each sum says whether an element is kept."""
-    return (word & 0x7FFF7FFF) + keep_count.to(tl.uint32, bitcast=True) * 0x10001
+    return (word & 0x7FFF7FFF) + tl.cast(keep_count, tl.uint32) * 0x10001
 
 
-def seed_of(options):
-    """The seed of a kernel, or None for no dropout. A seed_with_origins goes as uint64: a kernel is compiled for it."""
-    seed = options.dropout_seed
-    return seed if seed is None or seed.numel() == 1 else seed.view(torch.uint64)
+NO_DROPOUT = Dropout(None, float(keep_count(0.0)), keep_scale(0.0))
 
 
-def count_and_scale(dropout_p):
-    """(keep_count, keep_scale), as kernels take them. A kernel whose seed is None does not read them."""
-    return keep_count(dropout_p), keep_scale(dropout_p)
+def dropout_of(options):
+    """The Dropout of a kernel. A seed_with_origins goes as uint64: a kernel is compiled for it."""
+    seed, p = options.dropout_seed, options.dropout_p
+    if seed is None:
+        return NO_DROPOUT
+    return Dropout(seed if seed.numel() == 1 else seed.view(torch.uint64), float(keep_count(p)), keep_scale(p))

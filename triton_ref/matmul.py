@@ -1,10 +1,9 @@
 """Matrix product in Triton: C = A B with fp32 sums, for matrices of any size and any strides.
 
-A program computes tiles [kBlockM, kBlockN] of C, one after the other. On GPUs with TMA (Hopper on) the hardware copies
-whole tiles, there is one program a multiprocessor, and the loops over tiles and over K are one: the first copies of the
-next tile are under way while this one is stored. Everywhere else a tile is read through pointers, by any strides. Few
-tiles leave multiprocessors idle: then kSplits programs share a tile's K, and a second kernel adds up what they found,
-always in the same order.
+A program computes tiles [kBlockM, kBlockN] of C, one after the other. With TMA (Hopper on) there is one program a
+multiprocessor, and the loops over tiles and over K are one: the first copies of the next tile are under way while this
+one is stored. Everywhere else a tile is read through pointers, by any strides. If there are few tiles, kSplits programs
+share a tile's K, and a second kernel adds up what they found, always in the same order.
 
 Read next: autotune.py, which picks the fastest of the configs that _ranked proposes.
 """
@@ -21,29 +20,29 @@ from triton import cdiv
 from minimal_attn.checks import check_matmul, check_no_derivative, is_eager
 
 from . import autotune
+from .attention import add_product
 from .launching import INTERPRETING, Launch, layouts, properties, remember, sum_splits
 
 
 @triton.jit
-def _load(x, row, col, rows, cols, row_stride, col_stride, kTma: tl.constexpr, kTransposed: tl.constexpr,
-          kBlockRows: tl.constexpr, kBlockCols: tl.constexpr):
+def _load(x, row, col, rows, cols, strides, kTmaDim: tl.constexpr, kBlockRows: tl.constexpr, kBlockCols: tl.constexpr):
     """[kBlockRows, kBlockCols] of a matrix from (row, col) on, with 0 beyond the ends of the matrix."""
-    if kTma and kTransposed:
-        return x.load([col, row]).T
-    elif kTma:
+    if kTmaDim is None:
+        r, c = row + tl.arange(0, kBlockRows), col + tl.arange(0, kBlockCols)
+        pointers = x + r.to(tl.int64)[:, None] * strides[0] + c.to(tl.int64)[None, :] * strides[1]
+        return tl.load(pointers, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0)
+    elif kTmaDim == 1:
         return x.load([row, col])
     else:
-        r, c = row + tl.arange(0, kBlockRows), col + tl.arange(0, kBlockCols)
-        pointers = x + r.to(tl.int64)[:, None] * row_stride + c.to(tl.int64)[None, :] * col_stride
-        return tl.load(pointers, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0)
+        return x.load([col, row]).T
 
 
 @triton.jit
-def _matmul(a, b, c, m, n, k, a_row_stride, a_col_stride, b_row_stride, b_col_stride, kTma: tl.constexpr,
-            kTransA: tl.constexpr, kTransB: tl.constexpr, kBlockM: tl.constexpr, kBlockN: tl.constexpr,
-            kBlockK: tl.constexpr, kSplits: tl.constexpr):
+def _matmul(a, b, c, m, n, k, a_strides, b_strides, kTmaDimA: tl.constexpr, kTmaDimB: tl.constexpr,
+            kBlockM: tl.constexpr, kBlockN: tl.constexpr, kBlockK: tl.constexpr, kSplits: tl.constexpr):
     """c [m, n], or with kSplits > 1 the partial sums: kSplits matrices one below the other, of whole tiles each.
-    a, b and c are tensor descriptors with kTma, of the transpose with kTransA or kTransB; otherwise pointers."""
+    a, b and c are pointers, or tensor descriptors. kTmaDimA and kTmaDimB: None, or what _contiguous_dim says."""
+    kTma: tl.constexpr = kTmaDimA is not None
     kGroupM: tl.constexpr = 8
     tl.assume(k > 0)
     m_blocks, n_blocks = tl.cdiv(m, kBlockM), tl.cdiv(n, kBlockN)
@@ -59,13 +58,9 @@ def _matmul(a, b, c, m, n, k, a_row_stride, a_col_stride, b_row_stride, b_col_st
         acc = tl.zeros([kBlockM, kBlockN], tl.float32)
         for k_block in range(k_blocks):
             k_idx = (split * k_blocks + k_block) * kBlockK
-            a_tile = _load(a, row, k_idx, m, k, a_row_stride, a_col_stride, kTma, kTransA, kBlockM, kBlockK)
-            b_tile = _load(b, k_idx, col, k, n, b_row_stride, b_col_stride, kTma, kTransB, kBlockK, kBlockN)
-            if a_tile.dtype == tl.float32:
-                # Summed apart from acc: short sums round less. A plain addition would be folded back into the dot.
-                acc = tl.fma(acc, tl.full(acc.shape, 1.0, tl.float32), tl.dot(a_tile, b_tile, input_precision="ieee"))
-            else:
-                acc = tl.dot(a_tile, b_tile, acc)
+            a_tile = _load(a, row, k_idx, m, k, a_strides, kTmaDimA, kBlockM, kBlockK)
+            b_tile = _load(b, k_idx, col, k, n, b_strides, kTmaDimB, kBlockK, kBlockN)
+            acc = add_product(acc, a_tile, b_tile)
 
         row += split * m_blocks * kBlockM
         if kTma:
@@ -95,21 +90,16 @@ MAX_TRIED = 6  # configs that autotuning times
 
 def tile_config(dtype: torch.dtype, m: int, n: int, k: int, is_tma: bool = True, num_sms: int = 132,
                 shared_memory: int = 227 << 10) -> dict:
-    """The launch options for (m, k) times (k, n) by a model of the time, without a measurement and without a GPU.
+    """The launch options for (m, k) times (k, n) by a model of the time, without a measurement and without a GPU:
+    kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages.
 
     Args:
-        dtype: of the matrices.
-        m, n, k: sizes, from 1 on.
         is_tma: whether tiles are copied by TMA; then shared memory also holds a tile of C.
         num_sms, shared_memory: multiprocessors of the GPU, and the bytes that a program may have; by default an H200's.
-
-    Returns:
-        kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages.
     """
     return _ranked(dtype, m, n, k, is_tma, num_sms, shared_memory)[0]
 
 
-@functools.lru_cache(maxsize=4096)
 def _ranked(dtype, m, n, k, is_tma, num_sms, shared_memory):
     """The configs that may be the fastest, by a model of the time in µs: tiles run in waves of num_sms at the rate of
     TILES, or memory is the limit, at 3 TB/s; a launch takes 5, another one to add up splits 3 and what it reads."""
@@ -150,33 +140,29 @@ def _contiguous_dim(x):
 
 
 def _tile(x, dim, kBlockRows, kBlockCols):
-    """Makes (matrix, sizes of a tile), as Launch takes it. Where dimension 0 is contiguous, TMA reads the transpose."""
+    """(matrix, sizes of a tile), as Launch takes it. Where dimension 0 is contiguous, TMA reads the transpose."""
     return (x, (kBlockRows, kBlockCols)) if dim == 1 else (x.T, (kBlockCols, kBlockRows))
 
 
 def _launch(a, b, c, dims, num_sms, config):
-    """Makes a function of (a, b, c) that computes c = a @ b. dims: the contiguous dimensions of a and b for TMA, or
-    None to read through pointers."""
+    """A function of (a, b, c) that computes c = a @ b. dims: the _contiguous_dim of a and of b, None without TMA."""
     (m, k), n = a.shape, b.shape[1]
     kBlockM, kBlockN, kBlockK, kSplits, num_warps, num_stages = config.values()
     m_blocks = cdiv(m, kBlockM)
-    programs, is_trans, tiles = m_blocks * cdiv(n, kBlockN) * kSplits, (False, False), ()
-
-    def new_partial(c, device=None):
-        return c.new_empty((kSplits * m_blocks * kBlockM, n), dtype=torch.float32, device=device)
-
-    if dims:
-        programs, is_trans = min(programs, num_sms), (dims[0] == 0, dims[1] == 0)
+    programs, tiles = m_blocks * cdiv(n, kBlockN) * kSplits, ()
+    new_partial = functools.partial(torch.empty, (kSplits * m_blocks * kBlockM, n), dtype=torch.float32)
+    if dims is not None:
+        programs = min(programs, num_sms)
         tiles = (_tile(a, dims[0], kBlockM, kBlockK), _tile(b, dims[1], kBlockK, kBlockN),
-                 _tile(c if kSplits == 1 else new_partial(c, "meta"), 1, kBlockM, kBlockN))
-    constants = m, n, k, *a.stride(), *b.stride(), dims is not None, *is_trans, kBlockM, kBlockN, kBlockK, kSplits
+                 _tile(c if kSplits == 1 else new_partial(device="meta"), 1, kBlockM, kBlockN))
+    constants = m, n, k, a.stride(), b.stride(), *(dims or (None, None)), kBlockM, kBlockN, kBlockK, kSplits
     product = Launch(_matmul, programs, constants, tiles, num_warps=num_warps, num_stages=num_stages)
     if kSplits == 1:
         return product
     add = sum_splits(c, m_blocks * kBlockM * n, kSplits)
 
     def product_of_splits(a, b, c):
-        partial = new_partial(c)
+        partial = new_partial(device=c.device)
         product(a, b, partial)
         add(partial, c)
 
@@ -186,18 +172,13 @@ def _launch(a, b, c, dims, num_sms, config):
 def _multiply(a: Tensor, b: Tensor, block_m: Optional[int], block_n: Optional[int], block_k: Optional[int],
               use_autotune: bool) -> Tensor:
     """triton_matmul of checked arguments."""
-    if INTERPRETING and a.dtype == torch.bfloat16:  # Triton's interpreter (3.6 to 3.9) gets bf16 dots and casts wrong
-        return _multiply(a.float(), b.float(), block_m, block_n, block_k, use_autotune).bfloat16()
     c = a.new_empty((a.shape[0], b.shape[1]))
     if 0 in a.shape or 0 in b.shape:
         return c.zero_()
-    options = block_m, block_n, block_k, use_autotune and autotune.is_on()
+    options = use_autotune and autotune.is_on(), block_m, block_n, block_k
     key = (a.device, *layouts(a, b), *options)
     with torch.accelerator.device_index(a.device.index):  # no index, nothing to do: the CPU
-        plan = _plans.get(key)
-        if plan is None:
-            plan = _plan(a, b, c, *options)
-            remember(_plans, key, plan, a.device)
+        plan = _plans.get(key) or remember(_plans, key, _plan(a, b, c, *options), a.device)
         plan(a, b, c)
     return c
 
@@ -205,29 +186,23 @@ def _multiply(a: Tensor, b: Tensor, block_m: Optional[int], block_n: Optional[in
 _plans = {}  # {all that a launch depends on: the launch}
 
 
-def _plan(a, b, c, block_m, block_n, block_k, use_autotune):
-    """Returns _launch's function for a config: that of the given sizes of blocks, else the tuned or the usual one.
-    Autotuning overwrites c."""
+def _plan(a, b, c, use_autotune, *blocks):
+    """_launch's function for a config: that of the given sizes of blocks, else the tuned or the usual one."""
     (m, k), n = a.shape, b.shape[1]
     capability, shared_memory, num_sms = properties(a.device)
     dims = _contiguous_dim(a), _contiguous_dim(b)
     # TMA copies rows that start at multiples of 16 bytes, of c as well.
     if capability < 90 or None in dims or a.dtype == torch.float32 or n % 8:
         dims = None
-    gpu = dims is not None, num_sms, shared_memory
-    key = None
-    if None not in (block_m, block_n, block_k):
-        config = _config(a.dtype, block_m, block_n, block_k, 1, dims is not None, shared_memory)
-        if config["num_stages"] < 1:
-            raise ValueError(f"block_m, block_n and block_k must fit {shared_memory} bytes of shared memory, which "
-                             f"{block_m}, {block_n} and {block_k} do not in {a.dtype}")
-        configs = [config]
-    elif use_autotune:
-        sizes = _bucket(m), _bucket(n), _bucket(k)
-        layout = dims or tuple(stride == 1 for stride in (*a.stride(), *b.stride()))
-        configs, key = _ranked(a.dtype, *sizes, *gpu), (str(a.dtype), *sizes, *layout)
+    sizes = tuple(map(_bucket, (m, n, k))) if use_autotune else (m, n, k)
+    if None in blocks:
+        configs = _ranked(a.dtype, *sizes, dims is not None, num_sms, shared_memory)
     else:
-        configs = [tile_config(a.dtype, m, n, k, *gpu)]
+        configs = [_config(a.dtype, *blocks, 1, dims is not None, shared_memory)]
+        if configs[0]["num_stages"] < 1:
+            raise ValueError(f"block_m, block_n and block_k must fit {shared_memory} bytes of shared memory, which "
+                             f"{blocks} do not in {a.dtype}")
+    key = (str(a.dtype), *sizes, *(dims or [stride == 1 for stride in (*a.stride(), *b.stride())]))
     return autotune.fastest_launch("matmul", key, configs, lambda config: _launch(a, b, c, dims, num_sms, config),
                                    (a, b, c), use_autotune)
 

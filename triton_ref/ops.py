@@ -1,19 +1,16 @@
-"""The twin as ops of torch with a derivative, and as a backend of minimal_attn, where importing this file registers it.
-
-Read next: attention.py, the forward pass; attention_bwd.py, the backward pass; decode.py, attention to a cache;
-append.py, which fills one; ../minimal_attn/backends/ops.py, the derivative.
-"""
+"""The twin as ops of torch with a derivative, and as a backend of minimal_attn, which imports this file.
+Read next: attention.py; ../minimal_attn/backends/ops.py, the derivative."""
 
 import torch
 
 from minimal_attn.backends import ops
-from minimal_attn.backends.triton import Twin, register
+from minimal_attn.backends.flops import decode_flops, register_flops
 from minimal_attn.checks import FP8_DTYPES, check_fp8, empty_outputs, is_eager, wants_gradient
 from minimal_attn.options import DECODE_FIELDS, OF_OP, Append, Cache, Options, schema_of
 
 from . import append, attention, attention_bwd, decode
-from .launching import INTERPRETING
-from .matmul import triton_matmul
+from .launching import INTERPRETING  # noqa: F401: minimal_attn asks for it, and calls triton_matmul
+from .matmul import triton_matmul  # noqa: F401
 
 FORWARD_FIELDS = (*Options._fields[:OF_OP], "autotune", "q_descale", "k_descale", "v_descale")
 BACKWARD_FIELDS = FORWARD_FIELDS[:OF_OP + 1]
@@ -24,14 +21,20 @@ def _options(of_op):
     return Options(**dict(zip(FORWARD_FIELDS, of_op)))
 
 
+def _run(q, k, v, options, *config):
+    """Results of attention.run as an op returns them: max_logits is empty if it is not asked for."""
+    out, lse, max_logits = attention.run(q, k, v, options, *config)
+    return out, lse, lse.new_empty(0) if max_logits is None else max_logits
+
+
 @torch.library.custom_op("minimal_attn::triton_forward", mutates_args=(), schema=(
-    f"(Tensor q, Tensor k, Tensor v, {schema_of(Options, fields=FORWARD_FIELDS)}) -> (Tensor, Tensor)"))
+    f"(Tensor q, Tensor k, Tensor v, {schema_of(Options, fields=FORWARD_FIELDS)}) -> (Tensor, Tensor, Tensor)"))
 def triton_forward(q, k, v, *of_op):
-    """out like q, bf16 if q is fp8 and with v's head_dim, and lse fp32 (B, H, Sq), of checked inputs: q (B, H, Sq, D),
-    k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), all with a contiguous last dimension. minimal_attn.options.Options says what
-    the other arguments are. With cu_seqlens_q and cu_seqlens_k, q, k and v are a packed batch: (1, H, Tq, D),
-    (1, Hk, Tk, D) and (1, Hk, Tk, Dv)."""
-    return attention.run(q, k, v, _options(of_op))
+    """out like q, bf16 if q is fp8 and with v's head_dim; lse and, if asked for, max_logits fp32 (B, H, Sq), of checked
+    inputs: q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), all with a contiguous last dimension.
+    minimal_attn.options.Options says what the other arguments are. With cu_seqlens_q and cu_seqlens_k, q, k and v are a
+    packed batch: (1, H, Tq, D), (1, Hk, Tk, D) and (1, Hk, Tk, Dv)."""
+    return _run(q, k, v, _options(of_op))
 
 
 @torch.library.custom_op("minimal_attn::triton_backward", mutates_args=(), schema=(
@@ -39,8 +42,8 @@ def triton_forward(q, k, v, *of_op):
     f"{schema_of(Options, fields=BACKWARD_FIELDS)}, bool need_dq=True, bool need_dkv=True, bool need_dsinks=False, "
     "bool need_dbias=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"))
 def triton_backward(dout, dlse, q, k, v, out, lse, *given):
-    """dq like q, dk like k, dv like v, dsinks like sinks, dbias like attn_bias: what triton_forward's inputs get of
-    dout (B, H, Sq, Dv) and dlse (B, H, Sq), or None. Those that are not needed have no elements."""
+    """The gradients (dq, dk, dv, dsinks, dbias) of triton_forward's inputs by dout (B, H, Sq, Dv) and dlse (B, H, Sq)
+    or None. Those that are not needed have no elements."""
     options, needed = _options(given[:OF_OP + 1]), given[OF_OP + 1:]
     gradients = attention_bwd.run(dout, dlse, q, k, v, out, lse, options, *needed, *ops.NEEDED[len(needed):])
     return tuple(like.new_empty(0) if x is None else x for x, like in zip(gradients, (q, q, q, lse, lse)))
@@ -51,23 +54,23 @@ def _backward(*inputs):
     tensors = (x for x in inputs if isinstance(x, torch.Tensor))
     if not is_eager(*tensors) or torch.is_grad_enabled():
         return triton_backward(*inputs)
-    *others, need_dq, need_dkv, need_dsinks, need_dbias = inputs
-    return attention_bwd.run(*others[:7], _options(others[7:]), need_dq, need_dkv, need_dsinks, need_dbias)
+    return attention_bwd.run(*inputs[:7], _options(inputs[7:-4]), *inputs[-4:])
 
 
 class Attention(torch.autograd.Function):
-    """triton_forward with its derivative, without the dispatcher; apply takes all arguments of the op."""
+    """triton_forward with its derivative, without the dispatcher; apply takes all arguments of the op, and after them
+    the config of attention.run, if there is one."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = attention.run(*inputs[:3], _options(inputs[3:]))
+        output = _run(*inputs[:3], _options(inputs[3:]), *inputs[3 + len(FORWARD_FIELDS):])
         ops.save(ctx, inputs, output)
         return output
 
     backward = staticmethod(ops.backward_of(_backward, "triton"))
 
 
-def _forward(q, k, v, options):
+def forward(q, k, v, options):
     """The forward of minimal_attn's backend "triton"."""
     check_fp8(q)
     # Tiles that are timed may be others in the next run.
@@ -75,9 +78,11 @@ def _forward(q, k, v, options):
     options = options._replace(autotune=options.autotune and not is_fixed)
     inputs = q, k, v, *options.tensors
     if is_eager(*inputs) and not any(map(wants_gradient, inputs)):
-        return attention.run(q, k, v, options)
-    op = Attention.apply if is_eager(*inputs) else torch.ops.minimal_attn.triton_forward
-    return op(q, k, v, *options.of_op(), options.autotune, *options.descales)
+        output = attention.run(q, k, v, options)
+    else:
+        op = Attention.apply if is_eager(*inputs) else torch.ops.minimal_attn.triton_forward
+        output = op(q, k, v, *options.of_op(), options.autotune, *options.descales)
+    return output if options.return_max_logits else output[:2]
 
 
 @torch.library.custom_op("minimal_attn::triton_decode", mutates_args=(), schema=(
@@ -123,4 +128,4 @@ def triton_append(k_new, v_new, k_cache, v_cache, *of_append):
 
 triton_append.register_fake(ops.append_shapes)
 ops.register("minimal_attn::triton_forward", "minimal_attn::triton_backward", _backward, "triton")
-register(Twin(_forward, forward_cached, triton_matmul, INTERPRETING))
+register_flops("triton_decode", decode_flops)

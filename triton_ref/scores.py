@@ -7,8 +7,6 @@
     P     = exp(unit · score - lse)
 
 The formula is that of ../csrc/mods/score_mods.cuh. A bias is read by its strides, each tile when it is needed.
-
-Read next: attention_bwd_kernels.py, which changes its scores by it as well.
 """
 
 from typing import Any, NamedTuple
@@ -17,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import properties
+from .launching import INTERPRETING, properties
 
-# A finite bias below this is this: finfo.min, with which some models mask, would overflow to -inf, and rows that have
-# no other are not without keys.
+# The least finite bias: finfo.min, with which some models mask, would overflow to -inf, as if the row had no key.
 LOWEST = tl.constexpr(-1e30)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class ScoreOptions(NamedTuple):
@@ -29,6 +27,8 @@ class ScoreOptions(NamedTuple):
     softcap: Any
     slopes: Any  # of ALiBi
     bias: Any  # a mask in bytes
+    units: Any  # of a BlockMask (minimal_attn/block_mask.py), and its bits
+    bits: Any
 
 
 class ScoreStrides(NamedTuple):
@@ -38,16 +38,22 @@ class ScoreStrides(NamedTuple):
     head: Any
     row: Any
     key: Any
+    unit_batch: Any
+    unit_head: Any
+    unit_row: Any
+    num_bits: Any
+    kFastTanh: Any  # a tl.constexpr, see _tanh
 
 
 class Numbers(NamedTuple):
-    """Numbers by which the scores of one head of a sample change. An option that the call does not use is a number that
-    nobody reads, since a function cannot return None among others in Triton 3.6."""
+    """Numbers by which the scores of one head of a sample change. One that is not needed is no None, which a function
+    cannot return among others in Triton 3.6."""
     factor: Any
     unit: Any
     per_unit: Any  # 1 / unit
     slope: Any  # in units
     bias: Any  # a pointer to that of row 0 and key 0
+    units: Any  # a pointer to those of row 0
     seqlen_q: Any
     seqlen_k: Any
 
@@ -57,33 +63,66 @@ class Scores(NamedTuple):
     numbers: Any
     options: Any
     strides: Any
-    kFastTanh: Any
+
+
+@triton.jit
+def unit_of(scale, options):
+    """The unit of scores, in fp32. scale: of q·k, and the unit of scores that nothing changes."""
+    unit = tl.cast(scale, tl.float32)
+    if options.softcap is not None:
+        unit = tl.cast(options.softcap, tl.float32)
+    elif options.slopes is not None or options.bias is not None or options.units is not None:
+        unit = tl.cast(1.0, tl.float32)
+    return unit
+
+
+@triton.jit
+def log2_unit(unit):
+    """unit · log2(e), for powers of two. A scale of 0 makes all scores alike; so does the least number, which does not
+    turn a masked -inf into NaN."""
+    return tl.maximum(unit * LOG2_E, 1e-37)
 
 
 @triton.jit
 def score_numbers(scale, options, strides, seq, h):
-    """The Numbers of head h of a Sequence. scale: of q·k, and the unit of scores that nothing changes."""
-    factor, unit, per_unit, slope, bias = scale, scale, 1.0, 0.0, 0
+    """The Numbers of head h of a Sequence. scale: of q·k."""
+    unit = unit_of(scale, options)
+    factor, per_unit, slope, bias, units = scale, 1.0, 0.0, 0, 0
     if options.softcap is not None:
-        unit = tl.cast(options.softcap, tl.float32)
         factor, per_unit = scale / unit, 1 / unit
-    elif options.slopes is not None or options.bias is not None:
-        unit = 1.0
     if options.slopes is not None:
         slope = tl.load(options.slopes + seq.b * strides.alibi_batch + h) * per_unit
     if options.bias is not None:
         bias = options.bias + tl.cast(seq.b, tl.int64) * strides.batch + tl.cast(h, tl.int64) * strides.head
-    return Numbers(factor, unit, per_unit, slope, bias, seq.seqlen_q, seq.seqlen_k)
+    if options.units is not None:
+        units = options.units + seq.b * strides.unit_batch + h * strides.unit_head
+    return Numbers(factor, unit, per_unit, slope, bias, units, seq.seqlen_q, seq.seqlen_k)
+
+
+@triton.jit
+def online_softmax(s, row_max, row_sum, unit_log2, kExact: tl.constexpr = False, kShift: tl.constexpr = 0.0):
+    """(P = exp2(unit_log2 · (s - max) + kShift), the factor that rescales earlier sums, the new row_max and row_sum).
+    With kExact the maximum has P = 1; otherwise an element takes one FMA."""
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    # A row that has seen no key, or only scores of -inf: exp2(-inf) is 0, not NaN.
+    max_sub = tl.where(new_max == float("-inf"), 0.0, new_max)
+    if kExact:
+        p = tl.exp2((s - max_sub[:, None]) * unit_log2)
+    else:
+        p = tl.exp2(s * unit_log2 - (max_sub * unit_log2 - kShift)[:, None])
+    rescale = tl.exp2((row_max - max_sub) * unit_log2)
+    return p, rescale, new_max, row_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit
 def capped(scores, s):
     """Turns s = q·k into factor · q·k, or into its tanh with a softcap. s is kept where nothing changes scores."""
     options = scores.options
-    if options.softcap is not None or options.slopes is not None or options.bias is not None:
+    if (options.softcap is not None or options.slopes is not None or options.bias is not None
+            or options.units is not None):
         s *= scores.numbers.factor
     if options.softcap is not None:
-        s = _tanh(s, scores.kFastTanh)
+        s = _tanh(s, scores.strides.kFastTanh)
     return s
 
 
@@ -118,13 +157,26 @@ def shifted(scores, s, rows, cols, kIsFull: tl.constexpr = False, kClamps: tl.co
                 in_units *= scores.numbers.per_unit
             # -inf and NaN stay what they are.
             s += tl.where(bias > float("-inf"), tl.maximum(in_units, LOWEST), bias)
+    if scores.options.units is not None:
+        s = tl.where(_sees(scores, rows, cols), s, float("-inf"))
     return s
 
 
 @triton.jit
+def _sees(scores, rows, cols):
+    """Whether each row sees each key by a block mask. A unit's bits are in the order of BlockMask.bits."""
+    is_there = (rows < scores.numbers.seqlen_q) & (cols < scores.numbers.seqlen_k)
+    unit = tl.load(scores.numbers.units + rows // 64 * scores.strides.unit_row + cols // 64, mask=is_there, other=-2)
+    unit = tl.minimum(unit, scores.strides.num_bits - 1)
+    word = rows % 64 // 16 * 32 + rows % 8 * 4 + cols % 8 // 2
+    bits = tl.load(scores.options.bits + unit.to(tl.int64) * 256 + word, mask=unit >= 0, other=0)
+    return (unit == -1) | ((bits >> rows // 8 % 2 * 16 + cols % 64 // 8 * 2 + cols % 2) & 1 != 0)
+
+
+@triton.jit
 def _load_bias(scores, rows, cols, kIsFull: tl.constexpr):
-    """Loads the bias of a tile. Along a dimension in which all share one bias, the size is 1. Rows beyond the end read
-    the last row. Keys beyond the end get 0; with kIsFull there are none."""
+    """The bias of a tile, of size 1 where all rows or keys share one. Rows beyond the end read the last row. Keys
+    beyond the end get 0; with kIsFull there are none."""
     pointers = scores.numbers.bias
     if scores.strides.row is not None:
         pointers += tl.maximum(tl.minimum(rows, scores.numbers.seqlen_q - 1), 0).to(tl.int64) * scores.strides.row
@@ -155,29 +207,32 @@ def _tanh(x, kFast: tl.constexpr):
     return y
 
 
-NO_SCORES = ScoreOptions(None, None, None)
-
-
 def score_options(options):
     """The ScoreOptions of minimal_attn.options.Options."""
     bias = options.attn_bias
-    if bias is None and options.alibi_slopes is None and not options.softcap:
-        return NO_SCORES
-    return ScoreOptions(options.softcap or None, options.alibi_slopes,
-                        bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias)
+    if bias is not None and bias.dtype == torch.bool:
+        bias = bias.view(torch.uint8)
+    elif bias is not None and bias.dtype == torch.bfloat16 and INTERPRETING:  # see launching.py
+        bias = bias.float()
+    return ScoreOptions(options.softcap or None, options.alibi_slopes, bias, options.mask_units, options.mask_bits)
 
 
-def score_constants(q, scores):
-    """(ScoreStrides, kFastTanh) of a kernel for ScoreOptions."""
+def score_strides(q, scores):
+    """The ScoreStrides of ScoreOptions, as a kernel takes them."""
     slopes, bias = scores.slopes, scores.bias
     alibi_batch = None if slopes is None else slopes.stride(0) if slopes.ndim == 2 else 0
     strides = [None] * 4
     if bias is not None:
         shared = 0, 0, None, None
         strides = [x if n == 1 else stride for n, stride, x in zip(bias.shape, bias.stride(), shared)]
+    units = scores.units
+    of_units = [None] * 4
+    if units is not None:
+        of_heads = (0 if n == 1 else stride for n, stride in zip(units.shape[:2], units.stride()))
+        of_units = *of_heads, units.stride(2), scores.bits.shape[0]
     # To 16 bits an approximation is enough.
     is_fast = scores.softcap is not None and q.itemsize < 4 and properties(q.device).capability >= 75
-    return ScoreStrides(alibi_batch, *strides), is_fast
+    return ScoreStrides(alibi_batch, *strides, *of_units, tl.constexpr(is_fast))
 
 
 def bias_bytes(bias):

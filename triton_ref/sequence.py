@@ -1,13 +1,11 @@
-"""Which sample a program works on, how long it is, and where its rows are in memory, as csrc/common/sequence.cuh
-does.
+"""Which sample a program works on, how long it is, and where its rows are, as csrc/common/sequence.cuh does.
 
 In a padded batch every sample is an element of the first dimension. In a packed one the samples lie one after the other
 in the rows of a single element, and cu_seqlens says where each begins. The host never reads it: the programs of a head
 have slots, of kBlock rows each, and every program finds out on the device whose slot it has.
 
-Only this file reads cu_seqlens, seqused and leftpad in a kernel. Their values may be anything: they are clamped to the
-tensors.
-Triton and Gluon share these functions, as those of mask.py. Read next: mask.py, which keys a row sees.
+Only this file reads cu_seqlens, seqused and leftpad in a kernel, and clamps their values to the tensors. Triton and
+Gluon share its functions, as those of mask.py. Read next: mask.py, which keys a row sees.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +15,7 @@ import triton.language as tl
 
 
 class Strides(NamedTuple):
-    """How many elements lie between neighbours along the first three dimensions of a tensor."""
+    """The strides of the first three dimensions of a tensor."""
     batch: Any
     head: Any
     row: Any
@@ -36,33 +34,24 @@ class Sequence(NamedTuple):
 
 
 @triton.jit
-def sequence(lengths, b, batch_size, seqlen_q, seqlen_k):
-    """The Sequence of sample b. lengths: minimal_attn.options.Lengths. seqlen_q, seqlen_k: rows of the tensors."""
+def sequence(lengths, b, batch_size, seqlen_q, seqlen_k, leftpad_k_ptr=None):
+    """The Sequence of sample b. lengths: minimal_attn.options.Lengths. seqlen_q, seqlen_k: rows of the tensors, or the
+    keys that a cache has room for."""
     q_begin, padded_q = 0, seqlen_q  # numbers that the compiler knows save registers
     k_begin, padded_k = 0, seqlen_k
     if lengths.cu_seqlens_q is not None:
         q_begin, padded_q, seqlen_q = _packed(lengths.cu_seqlens_q, b, batch_size, seqlen_q)
+    if lengths.cu_seqlens_k is not None:
         k_begin, padded_k, packed_k = _packed(lengths.cu_seqlens_k, b, batch_size, seqlen_k)
         if lengths.seqused_k is None:
             seqlen_k = packed_k
         else:  # the keys of several samples may be the same ones
             seqlen_k -= k_begin
     seqlen_q, seqlen_k = used(lengths.seqused_q, b, seqlen_q), used(lengths.seqused_k, b, seqlen_k)
-    return Sequence(b, q_begin, k_begin, seqlen_q, seqlen_k, padded_q, padded_k)
-
-
-@triton.jit
-def cached_sequence(lengths, leftpad_k_ptr, b, batch_size, seqlen_q, capacity):
-    """The Sequence of sample b, whose keys are in a cache with room for `capacity` of them: k_begin is the first one of
-    its cached sequence, or of its pages."""
-    q_begin, padded_q = 0, seqlen_q
-    if lengths.cu_seqlens_q is not None:
-        q_begin, padded_q, seqlen_q = _packed(lengths.cu_seqlens_q, b, batch_size, seqlen_q)
-    k_begin, seqlen_k = 0, used(lengths.seqused_k, b, capacity)
     if leftpad_k_ptr is not None:
         k_begin = tl.maximum(tl.load(leftpad_k_ptr + b), 0)
         seqlen_k = tl.maximum(seqlen_k - k_begin, 0)
-    return Sequence(b, q_begin, k_begin, used(lengths.seqused_q, b, seqlen_q), seqlen_k, padded_q, capacity)
+    return Sequence(b, q_begin, k_begin, seqlen_q, seqlen_k, padded_q, padded_k)
 
 
 @triton.jit
@@ -98,8 +87,8 @@ def used(seqused_ptr, b, seqlen):
 
 @triton.jit
 def _packed(cu_seqlens_ptr, b, batch_size, total):
-    """Where sample b begins, how many rows it owns, and how many of them it could use: the last sample also owns the
-    rows that cu_seqlens leaves over."""
+    """(where sample b begins, how many rows it owns, how many of them it could use). The last sample also owns the rows
+    that cu_seqlens leaves over."""
     begin = _begin(cu_seqlens_ptr, b, total)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), 0), total)
     padded = tl.where(b + 1 == batch_size, total, end) - begin
@@ -116,46 +105,40 @@ def _begin(cu_seqlens_ptr, b, total):
 @triton.jit
 def num_slots(cu_seqlens_ptr, batch_size, seqlen, kBlock: tl.constexpr, kGroup: tl.constexpr = 1):
     """How many blocks of kBlock rows a head has, in a packed batch at most. The kernels and the host call this. kGroup:
-    each row of the tensor counts as so many, those of the query heads that share a key/value head."""
+    each row of the tensor counts as so many."""
+    slots = (seqlen * kGroup + kBlock - 1) // kBlock
     if cu_seqlens_ptr is not None:
         slots = seqlen * kGroup // kBlock + batch_size
-    else:
-        slots = (seqlen * kGroup + kBlock - 1) // kBlock
     return slots
 
 
 @triton.jit
-def _first_slot(cu_seqlens_ptr, b, total, kBlock: tl.constexpr, kGroup: tl.constexpr):
-    """First slot of sample b in a packed batch. Up to the first slot of the next sample there are enough slots for all
-    rows of b."""
-    return _begin(cu_seqlens_ptr, b, total) * kGroup // kBlock + b
+def _first_slot(cu_seqlens_ptr, b, total, kBlock: tl.constexpr, kGroup: tl.constexpr, kSpare: tl.constexpr):
+    """First slot of sample b in a packed batch. With a spare slot a sample there are enough slots for all its rows."""
+    return _begin(cu_seqlens_ptr, b, total) * kGroup // kBlock + b * kSpare
 
 
 @triton.jit
-def block_of_slot(cu_seqlens_ptr, slot, batch_size, total, kBlock: tl.constexpr, kGroup: tl.constexpr = 1):
+def block_of_slot(cu_seqlens_ptr, slot, batch_size, total, kBlock: tl.constexpr, kGroup: tl.constexpr = 1,
+                  kSpare: tl.constexpr = 1):
     """(b, block) of a slot of a packed batch: the last sample whose first slot is not behind it, by bisection. The
     block may lie behind the sample's end."""
     b, end = 0, batch_size
     while b + 1 < end:
         middle = (b + end) // 2
-        is_behind = _first_slot(cu_seqlens_ptr, middle, total, kBlock, kGroup) > slot
+        is_behind = _first_slot(cu_seqlens_ptr, middle, total, kBlock, kGroup, kSpare) > slot
         b = tl.where(is_behind, b, middle)
         end = tl.where(is_behind, middle, end)
-    return b, slot - _first_slot(cu_seqlens_ptr, b, total, kBlock, kGroup)
+    return b, slot - _first_slot(cu_seqlens_ptr, b, total, kBlock, kGroup, kSpare)
 
 
 @triton.jit
 def sample_row(cu_seqlens_ptr, index, batch_size, seqlen):
     """(b, i, element, row) of the row `index` of a padded or packed tensor: it is row i of sample b, and `row` of
-    `element` in the tensor. Rows after the last packed sample count as a part of it."""
+    `element` in the tensor."""
     if cu_seqlens_ptr is not None:
-        b, end = 0, batch_size
-        while b + 1 < end:
-            middle = (b + end) // 2
-            is_behind = _begin(cu_seqlens_ptr, middle, seqlen) > index
-            b = tl.where(is_behind, b, middle)
-            end = tl.where(is_behind, middle, end)
-        i, element, row = index - _begin(cu_seqlens_ptr, b, seqlen), 0, index
+        b, i = block_of_slot(cu_seqlens_ptr, index, batch_size, seqlen, 1, 1, 0)
+        element, row = 0, index
     else:
         b, i = index // seqlen, index % seqlen
         element, row = b, i

@@ -27,7 +27,7 @@ struct FlashAttention : torch::autograd::Function<FlashAttention> {
     static variable_list forward(AutogradContext *ctx, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
                                  const OptionalTensor &, const OptionalTensor &, const Options &options,
                                  Reason *slow_because) {
-        const auto [out, lse, reason] = flash_forward(q, k, v, options);
+        const auto [out, lse, max_logits, reason] = flash_forward(q, k, v, options);
         *slow_because = reason;
         variable_list tensors{q, k, v, out, lse};
         std::vector<c10::IValue> numbers;
@@ -38,7 +38,9 @@ struct FlashAttention : torch::autograd::Function<FlashAttention> {
         ctx->save_for_backward(std::move(tensors));
         ctx->saved_data["numbers"] = c10::ivalue::Tuple::create(std::move(numbers));
         ctx->set_materialize_grads(false);  // an lse that nobody uses has no gradient
-        return {out, lse};
+        if (!max_logits) return {out, lse};
+        ctx->mark_non_differentiable({*max_logits});
+        return {out, lse, *max_logits};
     }
 
     static variable_list backward(AutogradContext *ctx, variable_list gradients) {
@@ -81,7 +83,7 @@ Output differentiable_forward(const at::Tensor &q, const at::Tensor &k, const at
     Reason slow_because;
     const variable_list outputs =
         FlashAttention::apply(q, k, v, options.sinks, options.attn_bias, options, &slow_because);
-    return {outputs[0], outputs[1], slow_because};
+    return {outputs[0], outputs[1], outputs.size() > 2 ? OptionalTensor(outputs[2]) : std::nullopt, slow_because};
 }
 
 }  // namespace minimal_attn

@@ -31,8 +31,8 @@ std::optional<std::pair<Tensor, Tensor>> attend(const Tensor &q, const Tensor &k
     } catch (const std::invalid_argument &) {  // by a forced kernel
         return {};
     }
-    auto [out, lse, _] = run_forward(p, q, v, kBHSD);
-    return std::pair(std::move(out), std::move(lse));
+    const Output output = run_forward(p, q, v, kBHSD);
+    return std::pair(std::get<0>(output), std::get<1>(output));
 }
 
 // Both alignments of a causal mask are one.

@@ -9,26 +9,28 @@ namespace {
 
 thread_local Reason slow_because;
 
-TwoTensors tensors_only(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v, const Options &options) {
-    auto [out, lse, reason] = flash_forward(q, k, v, options);
-    slow_because = std::move(reason);
-    return {out, lse};
+auto tensors_only(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v, const Options &options) {
+    const Output output = flash_forward(q, k, v, options);
+    slow_because = std::get<Reason>(output);
+    return tensors_of(output);
 }
+
+constexpr auto kWhichKernel = &with_options<&which_kernel, std::optional<int64_t>, bool>;
 
 template <typename Library> void implement(Library &m) {
     m.impl("flash_forward", TORCH_BOX(&with_options<&tensors_only>));
     m.impl("flash_backward", TORCH_BOX(&flash_backward));
     m.impl("flash_decode", TORCH_BOX(&flash_decode));
     m.impl("append_kvcache", TORCH_BOX(&append_kvcache));
-    m.impl("which_kernel", TORCH_BOX(&which_kernel));
+    m.impl("which_kernel", TORCH_BOX(kWhichKernel));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(minimal_attn, m) {
     for (const char *schema : kSchemas) m.def(schema);
-    m.def("which_kernel(Tensor q, Tensor k, Tensor v, bool has_dropout, int? capability, bool fast_fp64, bool "
-          "has_sinks, bool has_scores, Tensor? attn_bias) -> (str, str?)");
+    m.def("which_kernel(Tensor q, Tensor k, Tensor v" OPTIONS(AS_SCHEMA) ", int? capability=None, bool fast_fp64=True)"
+          " -> (str, str?)");
     m.def("force_kernel(str? name) -> str?");
 }
 STABLE_TORCH_LIBRARY_IMPL(minimal_attn, CPU, m) { implement(m); }

@@ -1,105 +1,16 @@
-// The folder cache/ has attention to long caches, see decode.cu. Order in cache/: work.cuh, rows.cuh, combine.cuh,
-// warps.cuh, decode.cu. Beside it: decode_sm90.cu, boxes.cuh, prefill_sm90.cu.
-// How the keys of a cache are divided among blocks of threads. A tile packs rows of one sample and key head. Its keys
-// are read in steps, by the blocks of a cluster in turn, which add their results through distributed shared memory.
-// Lengths are known to the GPU alone. A sample that is much longer than the batch's mean is split once more: clusters
-// that have ended take its later work items from a counter, and partial results meet in a workspace in global memory.
-// With num_splits the splits of a sample follow from its own length, and its bits do not depend on the batch.
+// How the GPU divides the keys of a cache by the lengths of samples (splits.cuh). Q and scores of a work item's rows.
 #pragma once
 
-#include <algorithm>
-#include <stdexcept>
-
+#include "cache/splits.cuh"
 #include "common/cache_sequence.cuh"
-#include "common/device.h"
-#include "common/launch.h"
 #include "common/mask.cuh"
+#include "common/scores.cuh"
+#include "common/softmax.cuh"
 #include "ptx/cluster.cuh"
 
 namespace decoding {
 
-using namespace device;
 using namespace ptx;
-
-// Unsigned divisions take fewer instructions.
-__device__ inline int floor_div(unsigned x, unsigned y) { return int(x / y); }
-__host__ __device__ inline int ceil_div(unsigned x, unsigned y) { return int((x + y - 1) / y); }
-
-// How a launch divides its work. Blocks of a cluster have neighbouring numbers, and so have key heads, which lie side
-// by side in memory.
-struct Splits {
-    static constexpr int kMaxBlocks = 8;  // of a cluster
-    // Warp-steps of a block before a sample is split once more, and in each work item with num_splits.
-    static constexpr int kMinWarpSteps = 128, kMinFixed = 32;
-    int group;                   // query heads of a key head
-    uint32_t per_group;          // the next integer above 2^31 / group
-    int rows;                    // of a partial result
-    int tiles;                   // of a sample and key head, by max_seqlen_q
-    int items;                   // tiles of all samples and key heads
-    int cluster, num_warps;      // blocks of a cluster, warps of a block
-    int block_keys, step_keys;   // of a step of a block, and of a cluster
-    int num_clusters, resident;  // of the launch; at most so many run at the same time
-    int max_items;               // work items of a sample with num_splits; 0: as its batch needs
-    int min_steps;               // of a work item
-    bool are_alone;              // blocks, on their multiprocessors: nothing hides where an item begins and ends
-    bool may_split;              // a sample may have several work items
-
-    // blocks_per_sm of Shape::kNumWarps warps. If may_double, one block of twice as many fits a multiprocessor.
-    template <typename Shape> static Splits make(const DecodeParams &p, int blocks_per_sm, bool may_double) {
-        Splits x;
-        x.group = p.nheads / p.nheads_k, x.per_group = (1u << 31) / x.group + 1;
-        if (x.group > 1 << 15) throw std::invalid_argument("minimal_attn: a key head has over 32768 query heads");
-        const int64_t packed_rows = int64_t(x.group) * p.max_seqlen_q;
-        x.rows = int(std::min<int64_t>(packed_rows, Shape::kBlockM));
-        const int64_t tiles = (packed_rows + Shape::kBlockM - 1) / Shape::kBlockM;
-        const int64_t items = p.batch_size * p.nheads_k * tiles;
-        const int64_t block_steps = p.batch_size * tiles * (p.seqlen_k / Shape::block_keys(Shape::kNumWarps) + 1);
-        if (items > INT32_MAX / 512 || block_steps > INT32_MAX / 2)
-            throw std::invalid_argument("minimal_attn: the call has over 2^22 tiles of rows, or 2^30 steps of a tile "
-                                        "and its keys; divide the batch into several calls");
-        x.tiles = int(tiles), x.items = int(items), x.cluster = 1;
-        // Clusters fill the multiprocessors once: a block has a multiprocessor for itself, and twice as many warps if
-        // it may. With num_splits nothing depends on the batch. Large clusters are slow where there are many.
-        const int max_blocks = compute_capability() < 90 ? 1 : p.num_splits ? std::min(2, p.num_splits) : kMaxBlocks;
-        auto has_room = [&] {
-            return 2 * x.cluster * items <= p.num_sms ||
-                   (blocks_per_sm > 1 && !may_double && x.cluster == 1 && items <= p.num_sms);
-        };
-        while (2 * x.cluster <= max_blocks && (p.num_splits || has_room())) x.cluster *= 2;
-        const int64_t few_keys = 2 * Shape::block_keys(Shape::kNumWarps) * x.cluster;
-        const bool doubles = may_double && !p.num_splits && x.cluster * items <= p.num_sms && p.seqlen_k > few_keys;
-        x.are_alone = doubles, x.num_warps = doubles ? 2 * Shape::kNumWarps : Shape::kNumWarps;
-        x.block_keys = Shape::block_keys(x.num_warps), x.step_keys = x.block_keys * x.cluster;
-        if (p.seqlen_k > INT32_MAX - 2 * x.step_keys)
-            throw std::invalid_argument("minimal_attn: a sample has over 2^31 - 4096 keys");
-        x.min_steps = std::max(1, (p.num_splits ? kMinFixed : kMinWarpSteps) / x.num_warps);
-        const int64_t steps = p.seqlen_k / x.step_keys + 2;
-        x.max_items = p.num_splits ? int(std::clamp<int64_t>(steps / x.min_steps, 1, p.num_splits / x.cluster)) : 0;
-        x.may_split = p.num_splits ? x.max_items > 1 : steps > x.min_steps;
-        // More clusters than items only where these leave half of the GPU idle.
-        x.resident = std::max(1, p.num_sms * (doubles ? 1 : blocks_per_sm) / x.cluster);
-        const bool are_few = 2 * x.cluster * items <= p.num_sms;
-        x.num_clusters = x.items;
-        if (x.may_split && x.max_items) x.num_clusters *= x.max_items;
-        else if (x.may_split && are_few) x.num_clusters = std::max(x.items, x.resident);
-        x.resident = std::min(x.num_clusters, x.resident);
-        return x;
-    }
-    // Partial results in the workspace, see Plan::slot().
-    int64_t slots(const DecodeParams &p) const {
-        if (!may_split) return 0;
-        return p.nheads_k * (max_items ? p.batch_size * max_items : 8 * resident / p.nheads_k + 3 * p.batch_size + 1);
-    }
-    // Floats of a row there.
-    __host__ __device__ static constexpr int pitch(int head_dim) { return head_dim + 2 * kMaxBlocks; }
-    int64_t workspace_bytes(const DecodeParams &p, int head_dim) const {
-        return slots(p) * rows * int64_t(sizeof(float) * pitch(head_dim));
-    }
-    // The next later item, and clusters that have ended. Then results of a sample's key head, one for each block.
-    int64_t num_counters(const DecodeParams &p) const {
-        return may_split ? 2 + p.batch_size * p.nheads_k * cluster : 0;
-    }
-};
 
 // A sample's rows and keys as tiles and steps.
 template <typename Shape> struct Sample {
@@ -108,123 +19,172 @@ template <typename Shape> struct Sample {
     int num_steps;   // for one tile with all rows
     bool may_split;  // its partial results fit the workspace
 
-    __device__ Sample(const DecodeParams &p, const Splits &splits, int b) : seq(p, b) {
+    __device__ Sample(const KernelParams &p, int b) : seq(p, b) {
+        const Splits &splits = p.splits;
         num_rows = seq.is_served(p) ? seq.seqlen_q * splits.group : 0;
         num_tiles = ceil_div(num_rows, Shape::kBlockM);
         may_split = splits.may_split && num_rows > 0 && num_rows <= splits.rows;
-        const int begin = max(0, seq.seqlen_k - seq.seqlen_q - p.window_left) & -Shape::kAlignment;
-        num_steps = num_tiles ? ceil_div(seq.seqlen_k - begin, splits.step_keys) : 0;
+        const int begin = Mask(seq.seqlen_q, seq.seqlen_k, p).keys(0).begin & -Shape::kPartKeys;
+        num_steps = num_tiles ? shift_div(seq.seqlen_k - begin + splits.step_keys - 1, splits.step_keys) : 0;
     }
 };
 
-// The steps of each work item of a sample.
+// How many work items the samples of this batch have, and of how many steps.
 struct Plan {
-    int first, later;  // of the first item, of each later one
-    bool has_later;    // in this batch
+    int total;         // steps of all samples
+    int first, later;  // of the first item of a sample, and of each later one
+    bool has_later;
 
-    __device__ int count(const Splits &splits, int num_steps) const {
-        if (splits.max_items) return max(1, min(splits.max_items, num_steps / splits.min_steps));
-        return num_steps <= first ? 1 : 1 + ceil_div(num_steps - first, later);
+    template <typename Shape> __device__ int count(const Splits &splits, const Sample<Shape> &sample) const {
+        const int steps = sample.num_steps;
+        if (!sample.may_split) return 1;
+        if (!splits.max_items) return steps <= first ? 1 : 1 + ceil_div(steps - first, later);
+        const int most = splits.by_share ? int(int64_t(steps) * splits.max_items / total) : splits.max_items;
+        return max(1, min(most, shift_div(steps, splits.min_steps)));
     }
-    __device__ Range steps(const Splits &splits, int num_steps, int split) const {
-        if (splits.max_items) {
-            const int size = ceil_div(num_steps, count(splits, num_steps));
-            return {split * size, min(num_steps, (split + 1) * size)};
-        }
-        return {split ? first + (split - 1) * later : 0, min(num_steps, first + split * later)};
+    // count: of the sample, above 1.
+    __device__ Range steps(const Splits &splits, int num_steps, int count, int split) const {
+        const int size = splits.max_items ? ceil_div(num_steps, count) : later, size0 = splits.max_items ? size : first;
+        return {split ? size0 + (split - 1) * size : 0, min(num_steps, size0 + split * size)};
     }
-    // The first slot of a sample. The next sample's is at least count() further, as first >= later.
-    __device__ int slot(const Splits &splits, int b, int steps_before) const {
-        return splits.max_items ? b * splits.max_items : steps_before / later + b;
-    }
+    // The first slot of a sample with later items. The next sample's is at least count() further, as first >= later.
+    __device__ int slot(int b, int steps_before) const { return steps_before / later + b; }
 };
 
 // A work item before its lengths are known. No more items: b is -1.
-struct ItemIndex {
-    int b, h_k, tile, split, first_slot;
-};
-
-template <typename Shape> struct PackedRow;
+struct ItemIndex { int b, h_k, tile, split, first_slot; };
+struct PackedRow { int token, head; };
 
 // A tile of rows, and steps of keys for a cluster.
-template <typename Shape> struct WorkItem {
+template <typename Shape> struct WorkItem : ItemIndex {
+    const Splits &splits;
     Sequence seq;
-    int b, h_k;
     int rows;                  // of the tile; 0: there is no such item
-    int group;
-    uint32_t per_group;
     int token, head_of_group;  // of its first row
     int begin, end;            // the keys of the cluster; begin is that of a step
     Range keys, full;          // those that some row sees, those that all rows see
-    int num_splits, split;     // work items of the sample, and the number of this one
+    int num_splits;            // work items of the sample
     int slot;                  // of its result in the workspace
 
-    __device__ WorkItem(const DecodeParams &p, const Splits &splits, const Plan &plan, const ItemIndex &at)
-        : b(at.b), h_k(at.h_k), group(splits.group), per_group(splits.per_group), num_splits(1), split(at.split),
-          slot((at.first_slot + at.split) * p.nheads_k + at.h_k) {
-        const Sample<Shape> sample(p, splits, b);
+    __device__ WorkItem(const KernelParams &p, const Plan &plan, const ItemIndex &at)
+        : ItemIndex(at), splits(p.splits), slot((first_slot + split) * p.nheads_k + h_k) {
+        const Sample<Shape> sample(p, b);
         seq = sample.seq;
-        rows = max(0, min(Shape::kBlockM, sample.num_rows - at.tile * Shape::kBlockM));
-        token = at.tile ? floor_div(at.tile * Shape::kBlockM, group) : 0;
-        head_of_group = at.tile * Shape::kBlockM - token * group;
+        rows = max(0, min(Shape::kBlockM, sample.num_rows - tile * Shape::kBlockM));
+        token = tile ? floor_div(tile * Shape::kBlockM, splits.group) : 0;
+        head_of_group = tile * Shape::kBlockM - token * splits.group;
         const Mask mask(seq.seqlen_q, seq.seqlen_k, p);
-        const Range first = mask.keys(token), last = mask.keys(PackedRow<Shape>(*this, max(0, rows - 1)).token);
+        const Range first = mask.keys(token), last = mask.keys(packed_row(max(0, rows - 1)).token);
         keys = {first.begin, last.end};
         full = {last.begin, p.tree_mask ? seq.seqlen_k - seq.seqlen_q : first.end};
-        begin = keys.begin & -Shape::kAlignment, end = keys.end;
-        if (sample.may_split) num_splits = plan.count(splits, sample.num_steps);
+        begin = keys.begin & -Shape::kPartKeys, end = keys.end;
+        num_splits = plan.count(splits, sample);
         if (split >= num_splits) rows = 0;
         if (num_splits == 1) return;
-        const Range steps = plan.steps(splits, sample.num_steps, split);
+        const Range steps = plan.steps(splits, sample.num_steps, num_splits, split);
         end = min(end, begin + steps.end * splits.step_keys), begin += steps.begin * splits.step_keys;
     }
     __device__ bool all_rows_see(int key, int count) const { return key >= full.begin && key + count <= full.end; }
-};
-
-// A product replaces a slow division.
-template <typename Shape> struct PackedRow {
-    int token, head;
-    __device__ PackedRow(const WorkItem<Shape> &item, int row) {
-        const int offset = item.head_of_group + row, tokens = __umulhi(2 * offset, item.per_group);
-        token = item.token + tokens, head = item.h_k * item.group + offset - tokens * item.group;
+    // A product replaces a slow division.
+    __device__ PackedRow packed_row(int row) const {
+        const int offset = head_of_group + row, tokens = __umulhi(2 * offset, splits.per_group);
+        return {token + tokens, h_k * splits.group + offset - tokens * splits.group};
     }
 };
 
-// Clusters need Hopper.
-#if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
-#define MINIMAL_ATTN_HAS_CLUSTERS 1
-#else
-#define MINIMAL_ATTN_HAS_CLUSTERS 0
-#endif
+// One group of copies, with 0 beyond the sample and head_dim. offset_of(row, vec) is where 16 bytes lie in sQ.
+template <typename T, typename Shape, typename OffsetOf>
+__device__ void load_q(void *sQ, const KernelParams &p, const WorkItem<Shape> &item, OffsetOf offset_of) {
+    constexpr int kVecs = Shape::kHeadDim / 8;
+    for (int i = threadIdx.x; i < Shape::kBlockM * kVecs; i += blockDim.x) {
+        const int r = i / kVecs, vec = i % kVecs;
+        const bool is_needed = r < item.rows && 8 * vec < p.head_dim;
+        const PackedRow at = item.packed_row(is_needed ? r : 0);
+        const T *gQ = rows_of<const T>(p.q, item.b, at.head, item.seq.q_begin + at.token) + 8 * vec;
+        cp_async(shared_address(sQ) + offset_of(r, vec), gQ, is_needed);
+    }
+    cp_async_commit();
+}
+
+// q·k of a step, from `key0` on, become scores (mods/score_mods.cuh), -inf where a row sees no key. The softmax and
+// acc_o follow the maximum. acc_s: accumulators as in softmax.cuh; row0: the warp's first.
+template <typename Shape, int kMTiles, int kNTiles, int kDTiles>
+__device__ void update(float (&acc_s)[kMTiles][kNTiles][4], float (&acc_o)[kMTiles][kDTiles][4],
+                       Softmax<kMTiles> &softmax, const KernelParams &p, const WorkItem<Shape> &item, int row0,
+                       int key0) {
+    const int row = row0 + threadIdx.x % 32 / 4, lane_key = key0 + threadIdx.x % 4 * 2;
+    const int first_new = item.seq.seqlen_k - item.seq.seqlen_q;  // key that the first row has on its diagonal
+    auto for_scores = [&](int i, auto change) {
+#pragma unroll
+        for (int n = 0; n < kNTiles; n++)
+            for (int e = 0; e < 2; e++) change(acc_s[i / 2][n][i % 2 * 2 + e], lane_key + 8 * n + e);
+    };
+    const ScoreFactors<float> &factors = p.factors;
+    const bool is_raw = !factors.has_softcap && p.is_raw && !p.alibi_slopes;
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles && !is_raw; i++) {
+        if (factors.has_softcap) for_scores(i, [&](float &s, int) { s = tanh_approx(s * factors.of_qk); });
+        else if (!p.is_raw) for_scores(i, [&](float &s, int) { s *= factors.of_qk; });
+        if (!p.alibi_slopes) continue;
+        const PackedRow at = item.packed_row(row + 8 * i);  // rows differ in slope
+        if (at.token >= item.seq.seqlen_q) continue;
+        const float slope = p.alibi_slopes[item.b * p.alibi_batch_stride + at.head] * factors.per_unit;
+        for_scores(i, [&](float &s, int key) { s -= slope * fabsf(float(at.token + first_new - key)); });
+    }
+    const bool is_full = item.all_rows_see(key0, 8 * kNTiles);
+    const Mask mask(item.seq.seqlen_q, item.seq.seqlen_k, p);
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles && !is_full; i++) {
+        const int token = item.packed_row(row + 8 * i).token;
+        const Range seen = mask.keys(token);
+        uint64_t word = ~0ull;  // a row of a tree sees all old keys, and the new ones in its word
+        int first_bit = 0;
+        if (p.tree_mask && token < item.seq.seqlen_q)
+            word = p.tree_mask[item.b * p.tree_batch_stride + token], first_bit = first_new;
+        for_scores(i, [&](float &s, int key) {
+            const unsigned bit = key - first_bit;
+            if (!seen.contains(key) || !(bit >= 64 || word >> bit & 1)) s = -INFINITY;
+        });
+    }
+    float alpha[2 * kMTiles];
+    if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
+}
 
 // A cluster's work items, one after another.
 template <typename Shape> struct Scheduler {
-    struct Shared {
-        int sums[8][3];   // of the warps
-        int next[2];      // later items, by turns
-        int arrived;
+    struct Sums {
+        int total, before, longest;
+        __device__ void reduce() {
+            total = __reduce_add_sync(~0u, total), before = __reduce_add_sync(~0u, before);
+            longest = __reduce_max_sync(~0u, longest);
+        }
     };
-    const DecodeParams &p;
+    struct Shared {
+        Sums sums[8];  // of the warps
+        int next[2];   // later items, by turns
+        int arrived;   // work items of a sample before this one
+    };
+    const KernelParams &p;
     const Splits &splits;
     Shared &shared;
     const int cluster_idx, rank;  // of this cluster, and of this block in it
-    Plan plan{1, 1, false};
+    Plan plan{};
     int turn = 0;
     bool has_taken = false;
 
-    __device__ Scheduler(const DecodeParams &p, const Splits &splits, Shared &shared)
-        : p(p), splits(splits), shared(shared), cluster_idx(floor_div(blockIdx.x, splits.cluster)),
+    __device__ Scheduler(const KernelParams &p, Shared &shared)
+        : p(p), splits(p.splits), shared(shared), cluster_idx(shift_div(blockIdx.x, splits.cluster)),
           rank(blockIdx.x - cluster_idx * splits.cluster) {}
 
     __device__ ItemIndex first() {
-        // With num_splits each work item has a cluster of its own, or none if the sample has fewer.
-        const int split = splits.max_items ? floor_div(cluster_idx, splits.items) : 0;
-        const int index = cluster_idx - split * splits.items;
-        const int heads = floor_div(index, p.nheads_k), h_k = index - heads * p.nheads_k;
-        const int b = splits.tiles == 1 ? heads : floor_div(heads, splits.tiles);
+        const int index = floor_div(cluster_idx, p.nheads_k), h_k = cluster_idx - index * p.nheads_k;
+        // Each work item has a cluster of its own, or none if the sample has fewer.
+        const int split = splits.max_items && !splits.by_share ? floor_div(index, splits.tiles_of_head) : 0;
+        const int tile = index - split * splits.tiles_of_head;
+        const int b = splits.tiles == 1 ? tile : floor_div(tile, splits.tiles);
         const int slot = splits.may_split ? make_plan(b) : 0;
-        if (b < p.batch_size) return {b, h_k, heads - b * splits.tiles, split, slot};
-        return later();
+        if (splits.by_share) return find(index, h_k, 0);
+        return {b, h_k, tile - b * splits.tiles, split, slot};
     }
     // Takes a later item while the present one is combined, since that takes a while.
     __device__ void take_next() {
@@ -233,7 +193,7 @@ template <typename Shape> struct Scheduler {
     }
     __device__ ItemIndex next(const ItemIndex &at) {
         // A sample of a packed batch may have more rows than max_seqlen_q.
-        if (p.cu_seqlens_q && at.split == 0 && at.tile + splits.tiles < Sample<Shape>(p, splits, at.b).num_tiles)
+        if (p.cu_seqlens_q && at.split == 0 && at.tile + splits.tiles < Sample<Shape>(p, at.b).num_tiles)
             return {at.b, at.h_k, at.tile + splits.tiles, 0, at.first_slot};
         return later();
     }
@@ -241,56 +201,61 @@ template <typename Shape> struct Scheduler {
   private:
     // By all threads. Returns the first slot of sample b.
     __device__ int make_plan(int b) {
-        if (splits.max_items) return plan.slot(splits, b, 0);
-        int total = 0, before = 0, longest = 0;
+        if (splits.max_items && !splits.by_share) return b * splits.max_items;
+        Sums sums{};
         for (int i = threadIdx.x; i < p.batch_size; i += blockDim.x) {
-            const Sample<Shape> sample(p, splits, i);
-            total += sample.num_tiles * sample.num_steps, before += i < b ? sample.num_steps : 0;
-            if (sample.may_split) longest = max(longest, sample.num_steps);
+            const Sample<Shape> sample(p, i);
+            sums.total += sample.num_tiles * sample.num_steps, sums.before += i < b ? sample.num_steps : 0;
+            if (sample.may_split) sums.longest = max(sums.longest, sample.num_steps);
         }
-        for (int lanes = 16; lanes > 0; lanes /= 2) {
-            total += __shfl_xor_sync(~0u, total, lanes), before += __shfl_xor_sync(~0u, before, lanes);
-            longest = max(longest, __shfl_xor_sync(~0u, longest, lanes));
-        }
-        int (&mine)[3] = shared.sums[threadIdx.x / 32];
-        if (threadIdx.x % 32 == 0) mine[0] = total, mine[1] = before, mine[2] = longest;
+        const int lane_idx = threadIdx.x % 32;
+        sums.reduce();
+        if (lane_idx == 0) shared.sums[threadIdx.x / 32] = sums;
         __syncthreads();
-        total = before = longest = 0;
-        for (int warp = 0; warp < splits.num_warps; warp++) {
-            const int (&sums)[3] = shared.sums[warp];
-            total += sums[0], before += sums[1], longest = max(longest, sums[2]);
-        }
-        // Nearly equal samples stay whole. Later items are small, as they fill what first ones leave.
+        sums = lane_idx < splits.num_warps ? shared.sums[lane_idx] : Sums{};
+        sums.reduce();
+        const int total = plan.total = max(1, sums.total);
+        if (splits.by_share) return 0;  // find() knows the slot
+        // Nearly equal samples stay whole. Later items are small: they fill what first ones leave of the GPU.
         const int64_t of_clusters = int64_t(total) * p.nheads_k;
         const int of_cluster = int(min(int64_t(total), (of_clusters + splits.resident - 1) / splits.resident));
         const int mean = min(of_cluster, ceil_div(total, int(p.batch_size)));
         plan.first = max(splits.min_steps, mean + mean / 8);
         plan.later = min(plan.first, max(ceil_div(splits.min_steps, 8), ceil_div(of_cluster, 8)));
-        plan.has_later = longest > plan.first;
-        return plan.slot(splits, b, before);
+        plan.has_later = sums.longest > plan.first;
+        return plan.slot(b, sums.before);
     }
 
-    // A later item of some sample, by all threads of the cluster.
+    // Takes a later item of some sample from the counter, by all threads of the cluster.
     __device__ ItemIndex later() {
         if (!plan.has_later) return {-1};
         take_next();
         __syncthreads();  // the item is known
         int index = shared.next[turn];
-#if MINIMAL_ATTN_HAS_CLUSTERS
-        if (splits.cluster > 1) {
-            cluster_sync();  // unobserved by the emulator: clusters that begin with a later item need a larger GPU
+        if (splits.has_clusters()) {
+            cluster_sync();  // unobserved by the emulator: rank 0 sends sums after the number, and others await them
             index = load_from_block(shared.next[turn], 0);
         }
-#endif
         turn ^= 1, has_taken = false;
+        const int i = floor_div(index, p.nheads_k);
+        const ItemIndex at = find(i, index - i * p.nheads_k, 1);
+        if (at.b >= 0) return at;
+        if (splits.has_clusters()) cluster_sync_relaxed();  // all have read it
+        // The last cluster leaves zeros.
+        if (rank == 0 && threadIdx.x == 0 && atomicAdd(p.counters + 1, 1) == splits.num_clusters - 1)
+            p.counters[0] = p.counters[1] = 0;
+        return {-1};
+    }
+
+    // Item `index` of a key head, counted sample by sample from split `first_split` of each on. By a warp.
+    __device__ ItemIndex find(int index, int h_k, int first_split) const {
         const int lane_idx = threadIdx.x % 32;
         int items_before = 0, steps_before = 0;
         for (int b0 = 0; b0 < p.batch_size; b0 += 32) {
             int items = 0, steps = 0;
             if (b0 + lane_idx < p.batch_size) {
-                const Sample<Shape> sample(p, splits, b0 + lane_idx);
-                steps = sample.num_steps;
-                if (sample.may_split) items = (plan.count(splits, steps) - 1) * p.nheads_k;
+                const Sample<Shape> sample(p, b0 + lane_idx);
+                steps = sample.num_steps, items = plan.count(splits, sample) - first_split;
             }
             int items_end = items, steps_end = steps;
             for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -302,17 +267,11 @@ template <typename Shape> struct Scheduler {
             const int lane = __popc(__ballot_sync(~0u, items_end <= index));  // whose sample has the item
             if (lane < 32) {
                 const int i = index - __shfl_sync(~0u, items_end - items, lane), b = b0 + lane;
-                const int slot = plan.slot(splits, b, __shfl_sync(~0u, steps_end - steps, lane));
-                return {b, i % p.nheads_k, 0, 1 + i / p.nheads_k, slot};
+                const int steps_until = __shfl_sync(~0u, steps_end - steps, lane);
+                return {b, h_k, 0, first_split + i, splits.by_share ? index - i : plan.slot(b, steps_until)};
             }
             items_before = __shfl_sync(~0u, items_end, 31), steps_before = __shfl_sync(~0u, steps_end, 31);
         }
-#if MINIMAL_ATTN_HAS_CLUSTERS
-        if (splits.cluster > 1) cluster_sync_relaxed();  // all have read it
-#endif
-        // The last cluster leaves zeros.
-        if (rank == 0 && threadIdx.x == 0 && atomicAdd(p.counters + 1, 1) == splits.num_clusters - 1)
-            p.counters[0] = p.counters[1] = 0;
         return {-1};
     }
 };

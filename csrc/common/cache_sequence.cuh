@@ -1,20 +1,14 @@
-// The lengths of one sample of a cache, its new rows, and their rows in the tables of a rotation by position (RoPE).
+// The rows of a cache: where they lie, new ones, and their rows in the tables of a rotation by position (RoPE).
 #pragma once
 
 #include "common/sequence.cuh"
-#include "flash_cache.h"
 
-// k_begin is the place of the first key in the sample's sequence or pages.
-__device__ inline Sequence::Sequence(const DecodeParams &p, int b)
-    : q_begin(0), k_begin(0), seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k), padded_q(p.seqlen_q), padded_k(p.seqlen_k) {
-    if (p.cu_seqlens_q) find(p.cu_seqlens_q, b, p.batch_size, q_begin, seqlen_q, padded_q);
-    if (p.seqused_q) seqlen_q = max(0, min(p.seqused_q[b], seqlen_q));
-    if (p.seqused_k) seqlen_k = max(0, min(p.seqused_k[b], seqlen_k));
-    if (p.leftpad_k) k_begin = max(0, p.leftpad_k[b]), seqlen_k = max(0, seqlen_k - k_begin);
-}
-
-__device__ inline bool Sequence::is_served(const DecodeParams &p) const {
-    return seqlen_q >= p.min_rows && seqlen_q <= p.max_rows;
+// Where a row lies in a cache. The caller's numbers of sequences and pages may be any.
+struct CachePlace { int sequence, row; };
+template <typename Params> __device__ CachePlace place_in_cache(const Params &p, int b, int row) {
+    if (!p.page_table) return {p.cache_batch_idx ? p.cache_batch_idx[b] : b, row};
+    const int page = unsigned(row) / unsigned(p.page_size);
+    return {p.page_table[b * p.page_table_stride + page], row - page * p.page_size};
 }
 
 // The sample of a row: row i of sample b is row `row` of element `batch`. The last packed sample has all rows after it.

@@ -15,24 +15,27 @@ static __device__ int counters[kNumCounters];
 int *zeroed_counters(int64_t count, void *stream) {
     struct Slice { int64_t begin = 0, size = 0; };
     struct Dealt { int *base = nullptr; int64_t count = 0; };
-    using Owner = std::tuple<int, cudaStream_t, unsigned long long>;  // device, stream, number of the capture or 0
+    // Device, stream, capture or 0. Numbers of streams and captures are never used again, unlike handles.
+    using Owner = std::tuple<int, unsigned long long, unsigned long long>;
     static std::mutex mutex;
     static std::map<int, Dealt> dealt;  // by device
     static std::map<Owner, Slice> slices;
-    Owner owner{0, static_cast<cudaStream_t>(stream), 0};
-    if (std::get<1>(owner) == cudaStreamPerThread) return nullptr;  // one handle for many streams
-    device::check_cuda(cudaGetDevice(&std::get<0>(owner)));
+    const auto handle = static_cast<cudaStream_t>(stream);
+    if (handle == cudaStreamPerThread) return nullptr;  // one handle for many streams
+    Owner owner;
+    auto &[device, stream_id, capture_id] = owner;
+    device::check_cuda(cudaGetDevice(&device)), device::check_cuda(cudaStreamGetId(handle, &stream_id));
     cudaStreamCaptureStatus status;
-    device::check_cuda(cudaStreamGetCaptureInfo(std::get<1>(owner), &status, &std::get<2>(owner)));
-    if (status == cudaStreamCaptureStatusNone) std::get<2>(owner) = 0;
+    device::check_cuda(cudaStreamGetCaptureInfo(handle, &status, &capture_id));
+    if (status == cudaStreamCaptureStatusNone) capture_id = 0;
     const std::lock_guard lock(mutex);
-    Dealt &of_device = dealt[std::get<0>(owner)];
+    Dealt &of_device = dealt[device];
     if (!of_device.base) device::check_cuda(cudaGetSymbolAddress(reinterpret_cast<void **>(&of_device.base), counters));
     if (const auto slice = slices.find(owner); slice != slices.end() && slice->second.size >= count)
         return of_device.base + slice->second.begin;
     // A stream gets twice as many as it needs now. A graph does not: graphs are many, and a replay needs no more.
     const int64_t least = (count + 31) / 32 * 32, left = kNumCounters - of_device.count;
-    const int64_t size = std::get<2>(owner) ? least : std::min(std::max<int64_t>(2 * least, 1024), left);
+    const int64_t size = capture_id ? least : std::min(std::max<int64_t>(2 * least, 1024), left);
     if (std::max(size, least) > left) return nullptr;
     slices[owner] = {of_device.count, size}, of_device.count += size;
     return of_device.base + slices[owner].begin;

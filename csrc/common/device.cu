@@ -47,6 +47,22 @@ bool can_launch_early() {
     };
     return compute_capability() >= 90 && once_per_device(has_driver) == 2;
 }
+int max_cluster() {
+    return once_per_device([](int device) {
+        const int bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);  // one block each
+        device::check_cuda(cudaFuncSetAttribute(probe, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+        cudaLaunchAttribute cluster{.id = cudaLaunchAttributeClusterDimension};
+        cudaLaunchConfig_t config{.blockDim = dim3(32), .dynamicSmemBytes = size_t(bytes), .attrs = &cluster,
+                                  .numAttrs = 1};
+        int blocks = 8;
+        for (int clusters = 0; blocks > 2; blocks /= 2) {
+            cluster.val.clusterDim = {unsigned(blocks), 1, 1}, config.gridDim = dim3(blocks);
+            if (cudaOccupancyMaxActiveClusters(&clusters, probe, &config) == cudaSuccess && clusters > 0) break;
+            cudaGetLastError();  // forgets an error
+        }
+        return blocks;  // two multiprocessors are always neighbours
+    });
+}
 size_t max_shared_memory() {
     return once_per_device([](int device) { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); });
 }

@@ -1,6 +1,6 @@
 // The folder common/ has what all kernels share. Order in common/: launch.h, device.h, sequence.cuh, mask.cuh,
 // scores.cuh, scheduler.cuh, softmax.cuh. Beside it: device.cu; counters.h, counters.cu and cache_sequence.cuh for
-// caches; key_tiles.cuh and bwd_workspace.cuh for backward passes.
+// caches; key_tiles.cuh and bwd_workspace.cuh for backward passes; block_mask.cuh.
 //
 // The CUDA runtime as kernels need it: element types, shared memory, launches. host/cuda.h has them for the CPU.
 #pragma once
@@ -91,11 +91,11 @@ void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t s
                   std::type_identity_t<Args>... args) {
     enqueue<Args...>(can_launch_early(), 1, kernel, blocks, threads, shared_bytes, stream, args...);
 }
-// In clusters of so many blocks; like launch_early() if is_early.
+// Like launch_early(), in clusters of so many blocks.
 template <typename... Args>
-void launch_clusters(bool is_early, int cluster, void (*kernel)(Args...), int64_t blocks, int threads,
-                     size_t shared_bytes, void *stream, std::type_identity_t<Args>... args) {
-    enqueue<Args...>(is_early && can_launch_early(), cluster, kernel, blocks, threads, shared_bytes, stream, args...);
+void launch_clusters(int cluster, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes,
+                     void *stream, std::type_identity_t<Args>... args) {
+    enqueue<Args...>(can_launch_early(), cluster, kernel, blocks, threads, shared_bytes, stream, args...);
 }
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900

@@ -20,23 +20,31 @@ struct BlockRange {
     __device__ bool is_full(int block) const { return block >= full_begin && block < full_end; }
 };
 
-struct Mask {
+// kChunks: there may be an attention_chunk. Its bounds take registers, so the fastest kernels are there twice.
+template <bool kChunks> struct MaskOf {
     int seqlen_q, seqlen_k;  // valid rows and keys
     int left, right;         // row i sees the keys from i + left to i + right
+    int chunk;               // attention_chunk, read only if kChunks
 
-    __device__ Mask(const Sequence &seq, const AttnParams &p) : Mask(seq.seqlen_q, seq.seqlen_k, p) {}
+    MaskOf() = default;
+    __device__ MaskOf(const Sequence &seq, const AttnParams &p) : MaskOf(seq.seqlen_q, seq.seqlen_k, p) {}
     // left and right are clamped where the mask stays the same, so that no sum below overflows.
-    __device__ Mask(int seqlen_q, int seqlen_k, const AttnParams &p)
+    __device__ MaskOf(int seqlen_q, int seqlen_k, const AttnParams &p)
         : seqlen_q(seqlen_q), seqlen_k(seqlen_k), left(max(seqlen_k - seqlen_q - p.window_left, -seqlen_q)),
-          right(min(seqlen_k - seqlen_q + p.window_right, seqlen_k)) {}
+          right(min(seqlen_k - seqlen_q + p.window_right, seqlen_k)), chunk(p.attention_chunk) {}
 
     // Keys that a row sees; none for a row beyond seqlen_q.
     __device__ Range keys(int row) const {
-        return {max(0, row + left), row < seqlen_q ? max(0, min(seqlen_k, row + 1 + right)) : 0};
+        return {max(0, begin_of_row(row)), row < seqlen_q ? max(0, end_of_row(row)) : 0};
     }
     // Rows that see a key; none for a key beyond seqlen_k.
     __device__ Range rows(int key) const {
-        return {key < seqlen_k ? max(0, min(seqlen_q, key - right)) : seqlen_q, max(0, min(seqlen_q, key + 1 - left))};
+        int begin = key - right, end = key + 1 - left;
+        if (has_chunks()) {
+            const Range keys = chunk_of(key);
+            begin = max(begin, keys.begin - (seqlen_k - seqlen_q)), end = min(end, keys.end - (seqlen_k - seqlen_q));
+        }
+        return {key < seqlen_k ? max(0, min(seqlen_q, begin)) : seqlen_q, max(0, min(seqlen_q, end))};
     }
 
     // Blocks of kBlockN keys for the rows [row0, row0 + kBlockM). Rows beyond seqlen_q do not count: their results are
@@ -58,9 +66,9 @@ struct Mask {
     __device__ void apply(float (&acc_s)[kMTiles][kNTiles][4], const BlockRange &blocks, int block, int row, int key,
                           float hidden = -INFINITY) const {
         if (block >= blocks.full_end)
-            hide(acc_s, hidden, [&](int i) { return Range{INT_MIN, min(seqlen_k, row + i + 1 + right) - key}; });
+            hide(acc_s, hidden, [&](int i) { return Range{INT_MIN, end_of_row(row + i) - key}; });
         if (block < blocks.full_begin)
-            hide(acc_s, hidden, [&](int i) { return Range{row + i + left - key, INT_MAX}; });
+            hide(acc_s, hidden, [&](int i) { return Range{begin_of_row(row + i) - key, INT_MAX}; });
     }
     // Probabilities of rows that do not see a key become 0. acc_p [keys, rows]; blocks of rows.
     template <int kMTiles, int kNTiles>
@@ -87,9 +95,24 @@ struct Mask {
     }
 
   private:
+    __device__ bool has_chunks() const { return kChunks && chunk; }
+    // The keys of a position's chunk; none before the first key.
+    __device__ Range chunk_of(int position) const {
+        if (position < 0) return {0, 0};
+        const int begin = position / chunk * chunk;
+        return {begin, begin + min(chunk, seqlen_k - begin)};
+    }
+    __device__ int begin_of_row(int row) const {
+        return has_chunks() ? max(row + left, chunk_of(row + seqlen_k - seqlen_q).begin) : row + left;
+    }
+    __device__ int end_of_row(int row) const {
+        const int end = min(seqlen_k, row + 1 + right);
+        return has_chunks() ? min(end, chunk_of(row + seqlen_k - seqlen_q).end) : end;
+    }
     template <int kBlock> __device__ static BlockRange blocks(Range some, Range all, bool is_none) {
         if (is_none || some.is_empty()) return {0, 0, 0, 0};
         return {some.begin / kBlock, (all.begin + kBlock - 1) / kBlock, all.end / kBlock,
                 (some.end + kBlock - 1) / kBlock};
     }
 };
+using Mask = MaskOf<true>;

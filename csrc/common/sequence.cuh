@@ -1,9 +1,7 @@
 // The lengths of one sample and where its rows are. Only this file and cache_sequence.cuh read lengths in GPU memory.
 #pragma once
 
-#include "flash.h"
-
-struct DecodeParams;
+#include "flash_cache.h"
 
 // Where sample b of a packed batch begins, clamped to the tensor. The first one begins at 0.
 __device__ inline int begin_of(const int *cu_seqlens, int64_t b, int seqlen) {
@@ -29,9 +27,7 @@ struct Sequence {
     int padded_q, padded_k;
 
     Sequence() = default;
-    __device__ Sequence(const AttnParams &p, int b)
-        : q_begin(0), k_begin(0), seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k), padded_q(p.seqlen_q),
-          padded_k(p.seqlen_k) {
+    __device__ Sequence(const AttnParams &p, int b) : Sequence(p) {
         if (p.cu_seqlens_q) {
             find(p.cu_seqlens_q, b, p.batch_size, q_begin, seqlen_q, padded_q);
             find(p.cu_seqlens_k, b, p.batch_size, k_begin, seqlen_k, padded_k);
@@ -41,14 +37,23 @@ struct Sequence {
         if (p.seqused_k) seqlen_k = max(0, min(p.seqused_k[b], p.seqlen_k - k_begin));
     }
 
-    __device__ Sequence(const DecodeParams &p, int b);  // cache_sequence.cuh
-    __device__ bool is_served(const DecodeParams &p) const;
+    // k_begin is the place of the first key in the sample's sequence or pages.
+    __device__ Sequence(const DecodeParams &p, int b) : Sequence(p) {
+        if (p.cu_seqlens_q) find(p.cu_seqlens_q, b, p.batch_size, q_begin, seqlen_q, padded_q);
+        if (p.seqused_q) seqlen_q = max(0, min(p.seqused_q[b], seqlen_q));
+        if (p.seqused_k) seqlen_k = max(0, min(p.seqused_k[b], seqlen_k));
+        if (p.leftpad_k) k_begin = max(0, p.leftpad_k[b]), seqlen_k = max(0, seqlen_k - k_begin);
+    }
+    __device__ bool is_served(const DecodeParams &p) const { return seqlen_q >= p.min_rows && seqlen_q <= p.max_rows; }
 
     // Whether the tensor has rows after the padded ones, or keys after the valid ones.
     __device__ bool rows_follow(const AttnParams &p) const { return q_begin + padded_q < p.seqlen_q; }
     __device__ bool keys_follow(const AttnParams &p) const { return k_begin + seqlen_k < p.seqlen_k; }
 
   private:
+    __device__ explicit Sequence(const AttnParams &p)  // all rows and keys of the tensors
+        : q_begin(0), k_begin(0), seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k), padded_q(p.seqlen_q),
+          padded_k(p.seqlen_k) {}
     // length: of the tensor, then of the sample.
     __device__ static void find(const int *cu_seqlens, int b, int64_t batch_size, int &begin, int &length,
                                 int &padded) {

@@ -30,6 +30,21 @@ __device__ inline float add_sink(float &row_max, float &row_sum, float sink_log2
     return factor;
 }
 
+// Writes the largest scores of rows, NaN where a score is. row_max, in units of log2, and row_sum are those of this
+// lane's columns; row: its first.
+template <int kRows>
+__device__ void store_max_logits(const AttnParams &p, const float (&row_max)[kRows], const float (&row_sum)[kRows],
+                                 const Sequence &seq, int b, int h, int row) {
+    float *gMax = static_cast<float *>(p.max_logits) + lse_index(p, seq.q_begin, b, h);
+#pragma unroll
+    for (int i = 0; i < kRows; i++) {
+        float x = row_max[i] + (row_sum[i] - row_sum[i]);
+        x = quad_reduce(x, [](float x, float y) { return x > y || x != x ? x : y; }) * 0.6931471805599453f;
+        if (row + 8 * i < seq.padded_q && threadIdx.x % 4 == 0)
+            gMax[row + 8 * i] = row + 8 * i < seq.seqlen_q ? x : -INFINITY;
+    }
+}
+
 template <int kMTiles> struct Softmax {
     static constexpr int kRows = 2 * kMTiles;
     static constexpr float kRescaleThreshold = 8.f;  // in units of log2

@@ -17,6 +17,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "host/bits.h"
 #include "host/fiber.h"
 
 #define __global__

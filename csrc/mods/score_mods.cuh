@@ -24,6 +24,7 @@ using device::to_float;
 #else  // host/cuda.h is there already
 using host::to_float, host::__half, host::__nv_bfloat16;
 #endif
+#include "common/block_mask.cuh"
 #include "common/sequence.cuh"
 
 // The scores of a thread: at(i, j) has row row0 + row(i) and key key0 + key(j), i < kRows and j < kCols. row() and
@@ -71,7 +72,9 @@ template <typename Sum> struct ScoreFactors {
         in_log2 |= p.bias.data && p.bias.dtype != DType::kBool;
         unit = in_log2 ? 1 / kLog2E : has_softcap ? softcap : softmax_scale == 0 ? Sum(1) : Sum(fabs(softmax_scale));
         per_unit = in_log2 ? kLog2E : 1 / unit;
-        of_qk = has_softcap ? softmax_scale / softcap : softmax_scale * per_unit;
+        of_qk = has_softcap ? softmax_scale / softcap
+                : in_log2   ? softmax_scale * per_unit
+                            : Sum((softmax_scale > 0) - (softmax_scale < 0));
         of_tanh = in_log2 && has_softcap ? softcap * per_unit : 1;
         softmax_scale_log2 = in_log2 ? 1 : unit * kLog2E;
     }
@@ -89,6 +92,7 @@ template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
     Sum softmax_scale, softmax_scale_log2;
     const int &seqlen_q, &seqlen_k, &b, &h;  // references: flash_sm90.cu has them in shared memory
     Bias bias;                               // without data if another part of the kernel adds it
+    const BlockMask *mask = nullptr;         // nullptr also if another part of the kernel knows it
     Sum slope;                               // ALiBi's slope / unit
     int shift;                               // seqlen_k - seqlen_q
 
@@ -152,10 +156,16 @@ template <typename T, auto tanh_of = tanh_exact<SumOf<T>>> struct ScoreMods {
                 tile.at(i, j) -= slope * fabs(distance + Sum(tile.row(i) - tile.key(j)));
             });
         }
-        if (!bias.data) return;
-        if (bias.dtype == DType::kBool) add_bias<bool>(tile);
-        else if (bias.dtype == DType::kFloat32) add_bias<float>(tile);
-        else add_bias<T>(tile);
+        if (bias.data) {
+            if (bias.dtype == DType::kBool) add_bias<bool>(tile);
+            else if (bias.dtype == DType::kFloat32) add_bias<float>(tile);
+            else add_bias<T>(tile);
+        }
+        if (!mask) return;
+        const HeadMask of_head(*mask, b, h);
+        for_each(tile, [&](int i, int j) {
+            if (!of_head.sees(tile.row0 + tile.row(i), tile.key0 + tile.key(j))) tile.at(i, j) = -INFINITY;
+        });
     }
     template <typename Element, typename Tile> __device__ void add_bias(const Tile &tile) const {
         auto *of_head = static_cast<const Element *>(bias.data) + b * bias.batch_stride + h * bias.head_stride;

@@ -21,7 +21,9 @@ inline FewestRows fewest_rows(const DecodeParams &p, Gpu gpu) {
     // flash_prefill splits no keys: it needs tiles of rows for half of a GPU.
     constexpr int kFewestRows = 65, kFewestTiles = 64;
     const int tiles = (kFewestTiles + p.nheads - 1) / p.nheads, tile_rows = p.max_head_dim() <= 128 ? 192 : 128;
-    if (!p.has_score_mods() && !p.tree_mask) fewest.prefill = std::max(kFewestRows, (tiles - 1) * tile_rows + 1);
+    // flash_prefill knows no changes of scores, chunks or trees: decode_sm90.cu serves these prompts, more slowly.
+    if (num_mods(p) == 0 && !p.tree_mask)
+        fewest.prefill = std::max(kFewestRows, (tiles - 1) * tile_rows + 1);
     return fewest;
 }
 

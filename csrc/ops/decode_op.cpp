@@ -11,7 +11,7 @@ namespace {
 
 #if MINIMAL_ATTN_CUDA
 using Decode = void(const DecodeParams &);
-using Size = int64_t(const DecodeParams &);
+using SizesOf = DecodeSizes(const DecodeParams &);
 
 // The workspaces of a call's launches, which may overlap: they are freed after the last.
 class Workspaces {
@@ -25,8 +25,8 @@ class Workspaces {
         int64_t count = 0;
         launch_by_rows(
             p, fewest, num_sms(), can_launch_early(), [](const DecodeParams &) {},
-            [&](const DecodeParams &p) { count += sm90::num_decode_counters(p); },
-            [&](const DecodeParams &p) { count += sm80::num_decode_counters(p); });
+            [&](const DecodeParams &p) { count += sm90::decode_sizes(p).num_counters; },
+            [&](const DecodeParams &p) { count += sm80::decode_sizes(p).num_counters; });
         counters = zeroed_counters(count, p.stream);
         if (counters) return;
         counters = static_cast<int *>(tensors.emplace_back(make_zeros({count}, ScalarType::Int, q)).data_ptr());
@@ -36,8 +36,9 @@ class Workspaces {
         p.tile_counter = tile_counter;
         sm90::flash_prefill(p);
     }
-    void decode(DecodeParams p, const TorchTensor &q, Decode flash_decode, Size workspace_bytes, Size num_counters) {
-        p.workspace = empty(workspace_bytes(p), q), p.counters = counters, counters += num_counters(p);
+    void decode(DecodeParams p, const TorchTensor &q, Decode flash_decode, SizesOf decode_sizes) {
+        const auto [workspace_bytes, num_counters] = decode_sizes(p);
+        p.workspace = empty(workspace_bytes, q), p.counters = counters, counters += num_counters;
         flash_decode(p);
     }
 
@@ -71,8 +72,8 @@ TwoTensors flash_decode(const TorchTensor &q, const TorchTensor &k,
     checks.set(p.cache_batch_idx, "cache_batch_idx", cache_batch_idx, {p.batch_size});
     checks.set(p.leftpad_k, "leftpad_k", leftpad_k, {p.batch_size});
     checks.set_rows(p.tree_mask, p.tree_batch_stride, "tree_mask", tree_mask, {p.batch_size, q.size(2)});
-    checks.require(!tree_mask || (q.size(2) <= 64 && !cu_seqlens_q && std::max(window_left, window_right) < 0),
-                   "tree_mask goes with a padded q of up to 64 rows and without a window");
+    checks.require(!tree_mask || (q.size(2) <= 64 && !cu_seqlens_q && !p.has_mask()),
+                   "tree_mask goes with a padded q of up to 64 rows and without another mask");
     checks.require(page_table || cache_batch_idx || num_sequences == p.batch_size,
                    "without page_table and cache_batch_idx, the cache must have a sequence for each sample");
     checks.require(num_splits >= 0 && num_splits <= 256 && max_seqlen_q >= 0,
@@ -94,12 +95,8 @@ TwoTensors flash_decode(const TorchTensor &q, const TorchTensor &k,
         Workspaces workspaces(p, fewest, q);
         launch_by_rows(
             p, fewest, num_sms(), can_launch_early(), [&](const DecodeParams &p) { workspaces.prefill(p, q); },
-            [&](const DecodeParams &p) {
-                workspaces.decode(p, q, sm90::flash_decode, sm90::decode_workspace, sm90::num_decode_counters);
-            },
-            [&](const DecodeParams &p) {
-                workspaces.decode(p, q, sm80::flash_decode, sm80::decode_workspace, sm80::num_decode_counters);
-            });
+            [&](const DecodeParams &p) { workspaces.decode(p, q, sm90::flash_decode, sm90::decode_sizes); },
+            [&](const DecodeParams &p) { workspaces.decode(p, q, sm80::flash_decode, sm80::decode_sizes); });
         return {out, lse};
     }
 #endif

@@ -29,20 +29,23 @@ inline TorchTensor new_out(const TorchTensor &q, const TorchTensor &v) {
     return new_like(expand_column(q, v.size(-1)));
 }
 
-// out like q, with v's head_dim; lse [batch_size, nheads, seqlen_q]; why a 16-bit call runs without tensor cores.
-using Output = std::tuple<TorchTensor, TorchTensor, Reason>;
+// out like q, with v's head_dim; lse and, if asked for, max_logits [batch_size, nheads, seqlen_q]; why a 16-bit call
+// runs without tensor cores.
+using Output = std::tuple<TorchTensor, TorchTensor, OptionalTensor, Reason>;
 
 inline Output run_forward(AttnParams p, const TorchTensor &q, const TorchTensor &v, Layout dim) {
     const DeviceGuard guard(q);
-    const auto [kernel, slow_because] = choose(p, q, false);
     TorchTensor out = new_out(q, v);
     TorchTensor lse = dim.batch < 0 ? make_empty({p.nheads, p.seqlen_q}, lse_dtype(q), q)
                                     : make_empty({q.size(dim.batch), p.nheads, p.seqlen_q}, lse_dtype(q), q);
     std::optional<TorchTensor> tile_counter, mask_words;
     p.o = tensor_of(out, dim, p.cu_seqlens_q), p.lse = lse.data_ptr();
-    if (q.numel() == 0) return {out, lse, {}};
-    const bool do_tiles_differ =
-        p.cu_seqlens_q || p.seqused_q || p.seqused_k || p.has_left_bound() || p.has_right_bound();
+    OptionalTensor max_logits;
+    if (p.return_max_logits) p.max_logits = max_logits.emplace(make_like(lse)).data_ptr();
+    if (q.numel() == 0) return {out, lse, max_logits, {}};
+    const auto [kernel, slow_because] = choose(p, q, false);
+    const bool do_tiles_differ = p.cu_seqlens_q || p.seqused_q || p.seqused_k || p.has_mask() || p.block_mask.rows ||
+                                 p.has_mask_alone();
     if (kernel == Kernel::kSm90 && do_tiles_differ) {
         tile_counter = make_empty({1}, ScalarType::Int, q);
         p.tile_counter = static_cast<int *>(tile_counter->data_ptr());
@@ -64,7 +67,7 @@ inline Output run_forward(AttnParams p, const TorchTensor &q, const TorchTensor 
         default: break;
 #endif
     }
-    return {out, lse, slow_because};
+    return {out, lse, max_logits, slow_because};
 }
 
 }  // namespace minimal_attn

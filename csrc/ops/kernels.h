@@ -51,6 +51,13 @@ inline Reason why_not_tma(const Bias &x, int seqlen_k) {
     return {};
 }
 
+// How many of these kinds of options a call has. The fast path leaves calls with any to the checks in Python.
+constexpr const char *kNamesOfMods = "dropout; softcap, alibi_slopes and attn_bias; attention_chunk and max_logits; block_mask";
+inline int num_mods(const AttnParams &p) {
+    return bool(p.dropout_seed) + p.has_score_mods() + (p.attention_chunk || p.return_max_logits) +
+           bool(p.block_mask.rows);
+}
+
 inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backward) {
     const bool is_sm80 = kernel == Kernel::kSm80, is_sm90 = kernel == Kernel::kSm90, is_dmma = kernel == Kernel::kDmma;
     if (kernel == Kernel::kSimt) return {};
@@ -59,13 +66,13 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
     const bool is_fp32 = p.dtype == DType::kFloat32;
     if (is_fp32 && !is_dmma) return "the dtype is float32, which its tensor cores would round";
     if (!is_fp32 && is_dmma) return "the dtype is not float32";
-    if (p.dropout_seed && is_dmma) return "it has no dropout";
-    if (p.sinks && is_dmma) return "it has no sinks";
-    if (p.has_score_mods() && (is_dmma || (is_sm90 && !is_backward && p.dropout_seed)))
-        return (is_dmma ? "it has no" : "its forward pass has no dropout with") +
-               std::string(" softcap, alibi_slopes or attn_bias");
-    if (is_sm90 && is_backward && p.bias.data) return "its backward pass has no attn_bias";
-    if (is_sm90 && is_backward && p.has_score_mods() && p.max_head_dim() > 128)
+    if (is_dmma && (p.sinks || num_mods(p) > 0)) return std::string("it has no sinks, and none of: ") + kNamesOfMods;
+    if (is_sm90 && !is_backward && num_mods(p) > 1)  // it has a kernel for each kind
+        return std::string("its forward pass takes no two of: ") + kNamesOfMods;
+    if (is_sm90 && is_backward && p.block_mask.rows && num_mods(p) > 1)
+        return "its backward pass has a block mask alone";
+    if (is_sm90 && is_backward && p.bias.data && !p.has_mask_alone()) return "its backward pass has no attn_bias";
+    if (is_sm90 && is_backward && (p.softcap > 0 || p.alibi_slopes) && p.max_head_dim() > 128)
         return "its backward pass has no softcap or alibi_slopes for a head_dim over 128";
     if (is_sm90 && p.bias.data)
         if (const Reason reason = why_not_tma(p.bias, p.seqlen_k)) return reason;

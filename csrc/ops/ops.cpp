@@ -31,6 +31,11 @@ void launch_backward(AttnBackwardParams &p, const TorchTensor &k, const TorchTen
         unneeded_dk = new_like(k), unneeded_dv = new_like(v);
         p.dk = tensor_of(*unneeded_dk, kBHSD, p.cu_seqlens_k), p.dv = tensor_of(*unneeded_dv, kBHSD, p.cu_seqlens_k);
     }
+    OptionalTensor mask_words;
+    if (const int64_t words = is_sm90 ? sm90::num_mask_words(p) : 0) {
+        mask_words = make_empty({words}, ScalarType::Int, k);
+        p.mask_words = static_cast<uint32_t *>(mask_words->data_ptr());
+    }
     const int64_t bytes = is_sm90 ? sm90::backward_workspace(p) : sm80::backward_workspace(p);
     const TorchTensor workspace = make_empty({bytes}, ScalarType::Byte, k);
     p.workspace = workspace.data_ptr();
@@ -125,14 +130,10 @@ Gradients flash_backward(const TorchTensor &dout_, const OptionalTensor &dlse, c
 
 // (kernel's name, why it is slow or nothing). capability, by default the tensors', and fast_fp64 may be another GPU's.
 std::tuple<std::string, Reason> which_kernel(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
-                                             bool has_dropout, std::optional<int64_t> capability, bool fast_fp64,
-                                             bool has_sinks, bool has_scores, const OptionalTensor &attn_bias) {
+                                             const Options &options, std::optional<int64_t> capability,
+                                             bool fast_fp64) {
     AttnParams p{};
-    check_and_set(p, q, k, v, {.attn_bias = attn_bias, .softmax_scale = 1, .window_left = -1, .window_right = -1});
-    const int64_t seed = 0;
-    if (has_dropout) p.dropout_seed = &seed;
-    if (has_sinks) p.sinks = &seed;
-    if (has_scores) p.softcap = 1;  // or ALiBi
+    check_and_set(p, q, k, v, options);
     const DeviceGuard guard(q);
     const auto [kernel, slow_because] =
         capability ? choose_kernel(p, Gpu{int(*capability), fast_fp64}, false) : choose(p, q, false);

@@ -17,7 +17,7 @@ namespace minimal_attn {
     X(OptionalTensor, rotary_seqlens) X(bool, rotary_interleaved) X(bool, q_advances)
 
 constexpr const char *kSchemas[] = {
-    "flash_forward(Tensor q, Tensor k, Tensor v" OPTIONS(AS_SCHEMA) ") -> (Tensor out, Tensor lse)",
+    "flash_forward(Tensor q, Tensor k, Tensor v" OPTIONS(AS_SCHEMA) ") -> (Tensor out, Tensor lse, Tensor max_logits)",
     "flash_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse" OPTIONS(AS_SCHEMA)
     ", bool need_dq=True, bool need_dkv=True, bool need_dsinks=False, bool need_dbias=False)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)",
@@ -35,8 +35,8 @@ Gradients flash_backward(const TorchTensor &dout, const OptionalTensor &dlse, co
                          const TorchTensor &lse OPTIONS(AS_PARAMETER), bool need_dq, bool need_dkv, bool need_dsinks,
                          bool need_dbias);
 std::tuple<std::string, Reason> which_kernel(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v,
-                                             bool has_dropout, std::optional<int64_t> capability, bool fast_fp64,
-                                             bool has_sinks, bool has_scores, const OptionalTensor &attn_bias);
+                                             const Options &options, std::optional<int64_t> capability,
+                                             bool fast_fp64);
 std::optional<std::string> force_kernel(const std::optional<std::string> &name);
 
 // decode_op.cpp
@@ -47,12 +47,19 @@ TwoTensors flash_decode(const TorchTensor &q, const TorchTensor &k,
 TwoTensors append_kvcache(const TorchTensor &k_new, const TorchTensor &v_new, const TorchTensor &k_cache,
                           const TorchTensor &v_cache APPEND_OPTIONS(AS_PARAMETER));
 
-// function(q, k, v, options) for callers with an argument for each option.
-template <auto function>
-auto with_options(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v OPTIONS(AS_PARAMETER)) {
+// The tensors of flash_forward as its schema has them: max_logits is empty if it is not asked for.
+inline std::tuple<TorchTensor, TorchTensor, TorchTensor> tensors_of(const Output &output) {
+    const auto &[out, lse, max_logits, _] = output;
+    return {out, lse, max_logits ? *max_logits : make_empty({0}, lse.scalar_type(), lse)};
+}
+
+// function(q, k, v, options, others...) for callers with an argument for each option.
+template <auto function, typename... Others>
+auto with_options(const TorchTensor &q, const TorchTensor &k, const TorchTensor &v OPTIONS(AS_PARAMETER),
+                  Others... others) {
     Options options;
     OPTIONS(AS_ASSIGNMENT)
-    return function(q, k, v, options);
+    return function(q, k, v, options, others...);
 }
 
 }  // namespace minimal_attn

@@ -23,11 +23,15 @@ using OptionalTensor = std::optional<TorchTensor>;
 
 // The arguments of flash_forward after q, k and v: X(type, name), or X(type, name, =default).
 #define SCORE_TENSORS(X) X(OptionalTensor, sinks) X(OptionalTensor, alibi_slopes)
-#define SCORE_NUMBERS(X) X(double, softmax_scale) X(double, softcap) X(int64_t, window_left) X(int64_t, window_right)
+#define SCORE_NUMBERS(X) X(double, softmax_scale) X(double, softcap) X(int64_t, window_left) X(int64_t, window_right) \
+    X(int64_t, attention_chunk)
 #define OPTIONS(X)                                                                                                    \
     X(OptionalTensor, cu_seqlens_q) X(OptionalTensor, cu_seqlens_k) X(OptionalTensor, seqused_q)                      \
     X(OptionalTensor, seqused_k) SCORE_TENSORS(X) X(OptionalTensor, attn_bias) SCORE_NUMBERS(X)                       \
-    X(double, dropout_p, =0.0) X(OptionalTensor, dropout_seed, =None) X(bool, deterministic, =False)
+    X(double, dropout_p, =0.0) X(OptionalTensor, dropout_seed, =None) X(bool, return_max_logits, =False)              \
+    X(OptionalTensor, mask_units, =None) X(OptionalTensor, mask_row_words, =None)                                     \
+    X(OptionalTensor, mask_key_words, =None) X(OptionalTensor, mask_bits, =None)                                      \
+    X(bool, deterministic, =False)
 
 #define AS_MEMBER(type, name, ...) type name{};
 #define AS_PARAMETER(type, name, ...) , type name
@@ -199,6 +203,9 @@ inline Reason set_options(AttnParams &p, const TorchTensor &q, const Options &op
     checks.require(std::min(options.window_left, options.window_right) >= -1,
                    "window_left and window_right must be at least 0, or -1 for no bound");
     p.set_window(options.window_left, options.window_right);
+    checks.require(options.attention_chunk >= 0, "attention_chunk must be at least 0, which is no chunk");
+    p.attention_chunk = int(std::min(options.attention_chunk, kMaxLength));
+    p.return_max_logits = options.return_max_logits;
 
     if (const OptionalTensor &bias = options.attn_bias) {
         const ScalarType dtype = bias->scalar_type();
@@ -211,6 +218,23 @@ inline Reason set_options(AttnParams &p, const TorchTensor &q, const Options &op
             checks.require(bias->size(i) == 1 || bias->size(i) == shape[i],
                            "attn_bias must broadcast to (batch_size, nheads, seqlen_q, seqlen_k)");
         if (!checks.fault) p.bias = bias_of(*bias);
+    }
+
+    if (const OptionalTensor &units = options.mask_units) {
+        BlockMask x{};
+        checks.require(!options.cu_seqlens_q, "a block mask cannot be given with cu_seqlens_q and cu_seqlens_k");
+        checks.require(options.mask_row_words && options.mask_key_words && options.mask_bits && units->dim() == 4,
+                       "mask_units must be 4D, and go with mask_row_words, mask_key_words and mask_bits");
+        if (checks.fault) return checks.fault;
+        x.samples = units->size(0) == 1 ? 1 : int(p.batch_size), x.heads = units->size(1) == 1 ? 1 : p.nheads;
+        x.rows = (p.seqlen_q + 63) / 64, x.keys = (p.seqlen_k + 63) / 64, x.num_bits = int(options.mask_bits->size(0));
+        checks.set(x.units, "mask_units", units, {x.samples, x.heads, x.rows, x.keys});
+        checks.set(x.row_words, "mask_row_words", options.mask_row_words,
+                   {x.samples, x.heads, x.rows, (x.keys + 31) / 32});
+        checks.set(x.key_words, "mask_key_words", options.mask_key_words,
+                   {x.samples, x.heads, x.keys, (x.rows + 31) / 32});
+        checks.set(x.bits, "mask_bits", options.mask_bits, {x.num_bits, 2, 128});
+        p.block_mask = x;
     }
 
     checks.require(options.dropout_p >= 0 && options.dropout_p <= 1, "dropout_p must be in [0, 1]");

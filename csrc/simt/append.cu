@@ -8,51 +8,33 @@ namespace simt {
 constexpr int kAppendThreads = 256;
 
 struct AppendGrid {
-    int k_vecs, v_vecs;           // of a row of one head
     unsigned new_parts, q_parts;  // blocks of a row
     int64_t new_blocks, q_blocks, blocks;
 
-    AppendGrid(const AppendParams &p, int vec) : k_vecs(p.head_dim / vec), v_vecs(p.head_dim_v / vec) {
+    AppendGrid(const AppendParams &p, int vec) {
         auto parts = [](int items) { return (unsigned(items) + kAppendThreads - 1) / kAppendThreads; };
-        new_parts = parts(p.nheads_k * (k_vecs + v_vecs)), q_parts = parts(p.nheads * k_vecs);
+        new_parts = parts(p.nheads_k * (p.head_dim + p.head_dim_v) / vec), q_parts = parts(p.nheads * p.head_dim / vec);
         new_blocks = new_parts * int64_t(p.seqlen_new) * (p.cu_seqlens_new ? 1 : p.batch_size);
         q_blocks = q_parts * int64_t(p.seqlen_q) * (p.cu_seqlens_q ? 1 : p.batch_size);
         blocks = new_blocks + q_blocks + (p.lengths ? parts(p.batch_size) : 0);
     }
 };
 
-struct CacheRow {
-    int64_t sequence = -1, row = 0;  // -1: nowhere
-    __device__ bool is_in_cache(const AppendParams &p) const { return sequence >= 0 && sequence < p.num_sequences; }
-};
-
-__device__ inline CacheRow cache_row_of(const AppendParams &p, const SampleRow &at) {
+// Sequence -1 is nowhere.
+__device__ inline CachePlace place_of(const AppendParams &p, const SampleRow &at) {
     if (p.slot_mapping) {
         const int64_t slot = p.slot_mapping[at.row];
-        if (slot < 0 || p.page_size == 0) return {};
-        return {slot / p.page_size, slot % p.page_size};
+        if (slot < 0 || p.page_size == 0) return {-1};
+        const int64_t sequence = min(slot / p.page_size, int64_t(p.num_sequences));
+        return {int(sequence), int(slot - sequence * p.page_size)};
     }
     const NewRows rows(p, at.b);
-    if (at.i >= min(rows.count, p.capacity - rows.taken)) return {};
-    const int row = rows.taken + at.i;
-    if (!p.page_table) return {p.cache_batch_idx ? p.cache_batch_idx[at.b] : at.b, row};
-    const int page = unsigned(row) / unsigned(p.page_size);
-    return {p.page_table[at.b * p.page_table_stride + page], row - page * p.page_size};
+    if (at.i >= min(rows.count, p.capacity - rows.taken)) return {-1};
+    return place_in_cache(p, at.b, rows.taken + at.i);
 }
 
 template <int kVec, typename T> __device__ Vec<kVec, T> load(const T *from) {
     return *reinterpret_cast<const Vec<kVec, T> *>(from);
-}
-
-// cos or sin of columns [col, col + kVec). `row` has `half` numbers.
-template <int kVec, typename T> __device__ Vec<kVec, T> angles(const T *row, int col, int half, bool is_interleaved) {
-    constexpr int kHalf = (kVec + 1) / 2;
-    const T *from = row + (is_interleaved ? col / 2 : col < half ? col : col - half);
-    const Vec<kHalf, T> low = load<kHalf>(from), high = is_interleaved ? low : load<kHalf>(from + kVec / 2);
-    Vec<kVec, T> out;
-#pragma unroll
-    for (int e = 0; e < kVec; e++) out.x[e] = is_interleaved ? low.x[e / 2] : (e < kHalf ? low : high).x[e % kHalf];
-    return out;
 }
 
 // Pairs (x, y) become (x cos - y sin, y cos + x sin) in fp32, rounded once. Row i of sample b gives the position.
@@ -63,9 +45,17 @@ __device__ Vec<kVec, T> rotated(const AppendParams &p, const T *x, int col, int 
     const bool is_interleaved = p.rotary_interleaved;
     const int half = p.rotary_dim / 2, opposite = col < half ? col + half : col - half;
     const Vec<kVec, T> others = load<kVec>(x + (is_interleaved ? (kVec == 1 ? col ^ 1 : col) : opposite));
-    const int64_t table = int64_t(rotary_row(p, b, i)) * half;
-    const auto cos = angles<kVec>(static_cast<const T *>(p.rotary_cos) + table, col, half, is_interleaved);
-    const auto sin = angles<kVec>(static_cast<const T *>(p.rotary_sin) + table, col, half, is_interleaved);
+    const int64_t at = int64_t(rotary_row(p, b, i)) * half + (is_interleaved ? col / 2 : min(col, opposite));
+    auto numbers = [&](const void *table) {  // cos or sin of the columns
+        constexpr int kHalf = (kVec + 1) / 2;
+        const T *from = static_cast<const T *>(table) + at;
+        const Vec<kHalf, T> low = load<kHalf>(from), high = is_interleaved ? low : load<kHalf>(from + kVec / 2);
+        Vec<kVec, T> out;
+#pragma unroll
+        for (int e = 0; e < kVec; e++) out.x[e] = is_interleaved ? low.x[e / 2] : (e < kHalf ? low : high).x[e % kHalf];
+        return out;
+    };
+    const auto cos = numbers(p.rotary_cos), sin = numbers(p.rotary_sin);
     Vec<kVec, T> out;
 #pragma unroll
     for (int e = 0; e < kVec; e++) {
@@ -77,22 +67,20 @@ __device__ Vec<kVec, T> rotated(const AppendParams &p, const T *x, int col, int 
     return out;
 }
 
-template <typename T, int kVec>
-__device__ void append_vec(const AppendParams &p, const AppendGrid &grid, const SampleRow &at, int vec) {
-    const int h = vec / (grid.k_vecs + grid.v_vecs), of_head = vec - h * (grid.k_vecs + grid.v_vecs);
+template <typename T, int kVec> __device__ void append_vec(const AppendParams &p, const SampleRow &at, int vec) {
+    const int k_vecs = p.head_dim / kVec, vecs = k_vecs + p.head_dim_v / kVec, h = vec / vecs, of_head = vec - h * vecs;
     if (h >= p.nheads_k) return;
-    const bool is_k = of_head < grid.k_vecs;
-    const int col = (is_k ? of_head : of_head - grid.k_vecs) * kVec;
-    const CacheRow to = cache_row_of(p, at);
+    const bool is_k = of_head < k_vecs;
+    const int col = (is_k ? of_head : of_head - k_vecs) * kVec;
+    const CachePlace to = place_of(p, at);
     const T *from = rows_of<const T>(is_k ? p.k_new : p.v_new, at.batch, h, at.row);
     const Vec<kVec, T> x = is_k ? rotated<kVec>(p, from, col, at.b, at.i) : load<kVec>(from + col);
-    if (!to.is_in_cache(p)) return;
+    if (to.sequence < 0 || to.sequence >= p.num_sequences) return;
     *reinterpret_cast<Vec<kVec, T> *>(rows_of<T>(is_k ? p.k_cache : p.v_cache, to.sequence, h, to.row) + col) = x;
 }
 
-template <typename T, int kVec>
-__device__ void rotate_vec(const AppendParams &p, const AppendGrid &grid, const SampleRow &at, int vec) {
-    const int h = vec / grid.k_vecs, col = (vec - h * grid.k_vecs) * kVec;
+template <typename T, int kVec> __device__ void rotate_vec(const AppendParams &p, const SampleRow &at, int vec) {
+    const int vecs = p.head_dim / kVec, h = vec / vecs, col = (vec - h * vecs) * kVec;
     if (h >= p.nheads) return;
     const T *from = rows_of<const T>(p.q, at.batch, h, at.row);
     *reinterpret_cast<Vec<kVec, T> *>(rows_of<T>(p.q_rotated, at.batch, h, at.row) + col) =
@@ -104,18 +92,15 @@ __global__ void __launch_bounds__(kAppendThreads) append(const AppendParams p, c
     // The next kernel, often decode.cu, waits for these keys itself. launch() has waited for all earlier ones.
     let_next_kernel_begin();
     unsigned block = blockIdx.x;
-    const int thread = threadIdx.x;
     if (block < grid.new_blocks) {
-        const int part = block % grid.new_parts;
         const SampleRow at(p.cu_seqlens_new, block / grid.new_parts, p.batch_size, p.seqlen_new);
-        return append_vec<T, kVec>(p, grid, at, part * kAppendThreads + thread);
+        return append_vec<T, kVec>(p, at, block % grid.new_parts * kAppendThreads + threadIdx.x);
     }
     block -= unsigned(grid.new_blocks);
-    if (block < grid.q_blocks) {
-        const int part = block % grid.q_parts;
-        return rotate_vec<T, kVec>(p, grid, q_row_of(p, block / grid.q_parts), part * kAppendThreads + thread);
-    }
-    const int b = int(block - unsigned(grid.q_blocks)) * kAppendThreads + thread;
+    if (block < grid.q_blocks)
+        return rotate_vec<T, kVec>(p, q_row_of(p, block / grid.q_parts),
+                                   block % grid.q_parts * kAppendThreads + threadIdx.x);
+    const int b = int(block - unsigned(grid.q_blocks)) * kAppendThreads + int(threadIdx.x);
     if (b >= p.batch_size) return;
     const NewRows rows(p, b);
     p.lengths[b] = min(p.capacity, rows.taken + rows.count);

@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Tiles::kNThreads, 256 / Tiles::kNThreads)
     const int own0 = tile.block * kBlockM;
     const int heads = kOwnsKeys ? p.nheads / p.nheads_k : 1;  // from tile.h on
     const Sequence seq(p, tile.b);
-    const Mask mask(seq, p);
+    const MaskOf<kMods> mask(seq, p);
     const Matrix<T> Q(p.q, p.head_dim, tile.b, tile.h, seq.q_begin);
     const Matrix<T> K(p.k, p.head_dim, tile.b, tile.h_k, seq.k_begin);
     const Matrix<T> V(p.v, p.head_dim_v, tile.b, tile.h_k, seq.k_begin);
@@ -288,7 +288,7 @@ void flash_backward(const AttnBackwardParams &p) {
             else if (p.max_head_dim() <= 128) launch_bwd<T, BwdTiles128<Sum<T>>, kMods>(p);
             else launch_bwd<T, BwdTiles256<Sum<T>>, kMods>(p);
         };
-        p.has_score_mods() ? run.template operator()<true>() : run.template operator()<false>();
+        p.has_mods() ? run.template operator()<true>() : run.template operator()<false>();
     });
     if (p.dbias.data) bias_backward(p);
 }

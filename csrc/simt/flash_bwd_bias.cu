@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(BiasTiles<Sum<T>>::kNThreads) flash_bwd_bias(c
                     const uint64_t keep =
                         p.dropout_seed ? kept<kRows, kCols>(Dropout(p, b, h), row, key) : ~uint64_t(0);
                     const Sum keep_scale = p.dropout_seed ? Sum(p.keep_scale) : Sum(1);
-                    const ScoreMods<T> scores(p, seq.seqlen_q, seq.seqlen_k, b, h);
+                    const auto scores = scores_of<true, T>(p, seq, b, h);
                     scores.apply(grid_tile<kTy, kTx>(S, row0, ty, key0, tx));
                     const int64_t at = lse_index(p, seq.q_begin, b, h);
                     for (int i = 0; i < kRows; i++) {

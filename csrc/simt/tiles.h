@@ -24,8 +24,13 @@ template <typename T> using Sum = SumOf<T>;
 
 template <bool kMods, typename T>
 __device__ auto scores_of(const AttnParams &p, const Sequence &seq, const int &b, const int &h) {
-    if constexpr (kMods) return ScoreMods<T>(p, seq.seqlen_q, seq.seqlen_k, b, h);
-    else return Scores<Sum<T>>(p);
+    if constexpr (kMods) {
+        ScoreMods<T> mods(p, seq.seqlen_q, seq.seqlen_k, b, h);
+        if (p.block_mask.rows) mods.mask = &p.block_mask;
+        return mods;
+    } else {
+        return Scores<Sum<T>>(p);
+    }
 }
 
 template <typename Run> void with_dtype(DType dtype, Run run) {

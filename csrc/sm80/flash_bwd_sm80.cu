@@ -139,6 +139,13 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct Backward
                 for (int e = 0; e < 4; e++)
                     acc_s[m][n][e] = exp2_approx(scores.probability_log2(acc_s[m][n][e], e % 2 ? lse.y : lse.x));
         }
+        if (kMods && p.block_mask.rows) {
+            const HeadMask block_mask(p.block_mask, tile.b, h);
+            for (int m = 0; m < kMTiles; m++) {
+                const uint32_t word = block_mask.word_of_16<true>(key - r + 16 * m, row - c, lane_idx);
+                hide_unseen(acc_s[m], 0, word >> (row - c) % Unit::kSize / 4, 0.f);
+            }
+        }
         if (!is_full) [[unlikely]]
             Mask::hide(acc_s, 0.f, [&, mask = mask()](int i) {
                 const Range seen = mask.rows(key + i);
@@ -290,13 +297,16 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
                 backward.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
         };
         const bool is_full = blocks.is_full(m_block);
+        const bool is_hidden = kMods && p.block_mask.rows && !p.deterministic &&  // else all take turns
+                               HeadMask(p.block_mask, tile.b, h).template has_only<kBlockM, Shape::kBlockN>(
+                                   Unit::kHidden, m_block * kBlockM, tile.block * Shape::kBlockN);
         if (kStages == 2) load_next();
 #pragma unroll 1
-        for (int row0 = backward.part * Shape::kSub; row0 < kBlockM; row0 += Shape::kSub * Shape::kDimSplit)
+        for (int row0 = backward.part * Shape::kSub; !is_hidden && row0 < kBlockM; row0 += Shape::kSub * Shape::kDimSplit)
             backward.add_own_rows(stage, h, m_block, is_full, row0);
         __syncthreads();  // dS and P are there
-        backward.add_other_rows(stage);
-        if (p.dq.data) backward.add_dq(h, m_block);
+        if (!is_hidden) backward.add_other_rows(stage);
+        if (p.dq.data && !is_hidden) backward.add_dq(h, m_block);
         if (kStages == 1) {
             __syncthreads();  // the stage has been read
             load_next();
@@ -317,7 +327,7 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.zeroed_bytes(p.deterministic), stream));
     const bool has_dropout = p.dropout_seed, is_split = workspace.max_splits > 1;
     auto *kernel =
-        p.has_score_mods() ? flash_bwd<T, Shape, true, true, true>
+        p.has_score_mods() || p.block_mask.rows ? flash_bwd<T, Shape, true, true, true>
         : is_split ? (has_dropout ? flash_bwd<T, Shape, true, true, false> : flash_bwd<T, Shape, false, true, false>)
                    : (has_dropout ? flash_bwd<T, Shape, true, false, false> : flash_bwd<T, Shape, false, false, false>);
     launch(kernel, KeyTiles<Shape::kBlockN>::count(p) * workspace.max_splits, Shape::kNThreads, kSharedBytes,

@@ -27,14 +27,14 @@ template <int kHeadDim_, int kBlockM_, int kBlockN_> struct Shape {
     static constexpr int kNThreads = 32 * kNWarps;
 };
 
-template <typename Shape> struct SharedMemory {
+template <typename Shape, typename Mask> struct SharedMemory {
     alignas(128) uint16_t sQ[Shape::kBlockM][Shape::kHeadDim];  // O at the end
     uint16_t sK[Shape::kBlockN][Shape::kHeadDim], sV[Shape::kBlockN][Shape::kHeadDim];
     Mask mask;  // the loop has no register for it
 };
 
-// kMods: changed scores, perhaps with dropout.
-template <typename T, typename Shape, bool kDropout, bool kMods>
+// kMods: changed scores or attention_chunk, perhaps with dropout. kMax: also the largest score of each row.
+template <typename T, typename Shape, bool kDropout, bool kMods, bool kMax = false>
 __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a thread
     flash_fwd(const __grid_constant__ AttnParams p) {
 #if __CUDA_ARCH__ < 800  // a build for several GPUs
@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     constexpr int kMTiles = kWarpM / 16, kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
     static_assert(kMTiles * 16 == kWarpM && kBlockN % 64 == 0 && kHeadDim % 32 == 0);
     using Swizzle = sm80::Swizzle<kHeadDim>;
-    auto &[sQ, sK, sV, mask] = shared_memory<SharedMemory<Shape>>();
+    using Mask = MaskOf<kMods>;
+    auto &[sQ, sK, sV, mask] = shared_memory<SharedMemory<Shape, Mask>>();
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
 
     const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
@@ -55,8 +56,15 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     const ScoreMods<T, ptx::tanh_approx> mods(p, seq.seqlen_q, seq.seqlen_k, tile.b, tile.h);
     const Dropout dropout(p, tile.b, tile.h);
     const int row0 = tile.block * kBlockM, warp_row = row0 + warp_idx * kWarpM + lane_idx / 4;  // this lane's first row
-    BlockRange blocks = Mask(seq, p).key_blocks<kBlockM, kBlockN>(row0);
+    BlockRange blocks = Mask(seq, p).template key_blocks<kBlockM, kBlockN>(row0);
     if (kMods || !scores.is_raw) blocks.full_end = 0;  // no block is left as it is
+    const HeadMask block_mask(p.block_mask, tile.b, tile.h);
+    auto block_from = [&](int n_block) {  // the first that a block mask does not hide
+        if (!kMods || !p.block_mask.rows) return n_block;
+        constexpr int kUnitsM = kBlockM / Unit::kSize, kUnitsN = kBlockN / Unit::kSize;
+        return block_mask.template keys_of<kUnitsM, kUnitsN>(tile.block * kUnitsM).first(n_block, blocks.end);
+    };
+    blocks.begin = block_from(blocks.begin);
 
     const int row = thread_idx() / Swizzle::kVecs, vec = threadIdx.x % Swizzle::kVecs;
     const uint32_t copy_offset = Swizzle::offset(row, vec);
@@ -70,8 +78,13 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
         load_tile<kBlockN, kHeadDim, kNThreads>(shared_address(to) + copy_offset, from, row_stride,
                                                 seq.seqlen_k - n_block * kBlockN - row, cols(head_dim), begin);
     };
-    auto load_k = [&](int n_block) { load_kv(sK, gK, p.k.row_stride, p.head_dim, n_block); };
-    auto load_v = [&](int n_block, int begin = INT_MIN) {
+    // After the block before that, gK and gV are at `at`.
+    auto load_k = [&](int n_block, int at) {
+        gK += int64_t(n_block - at) * kBlockN * p.k.row_stride;
+        load_kv(sK, gK, p.k.row_stride, p.head_dim, n_block);
+    };
+    auto load_v = [&](int n_block, int at, int begin = INT_MIN) {
+        gV += int64_t(n_block - at) * kBlockN * p.v.row_stride;
         load_kv(sV, gV, p.v.row_stride, p.head_dim_v, n_block, begin);
     };
 
@@ -79,31 +92,42 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     const uint32_t k_address = shared_address(sK) + Swizzle::across(lane_idx);
     const uint32_t v_address = shared_address(sV) + Swizzle::down(lane_idx);
     float acc_o[kMTiles][kDTiles][4] = {};
+    float max_score[2 * kMTiles];
+    for (float &x : max_score) x = -INFINITY;
     Softmax<kMTiles> softmax(kMods ? mods.softmax_scale_log2 : scores.softmax_scale_log2);
     if (blocks.begin < blocks.end) {
         load_tile<kBlockM, kHeadDim, kNThreads>(shared_address(sQ) + copy_offset, gQ, p.q.row_stride,
                                                 seq.seqlen_q - row0 - row, cols(p.head_dim));
-        load_k(blocks.begin);
+        load_k(blocks.begin, blocks.begin);
         const int first_key = Mask(seq, p).keys(row0).begin;  // V of unseen keys becomes 0: 0 · NaN is NaN
-        if (first_key <= key0) load_v(blocks.begin);
-        else load_v(blocks.begin, first_key - key0 - row);
+        if (first_key <= key0) load_v(blocks.begin, blocks.begin);
+        else load_v(blocks.begin, blocks.begin, first_key - key0 - row);
     }
     cp_async_wait<1>();
     __syncthreads();  // Q and K have arrived
-    for (int n_block = blocks.begin; n_block < blocks.end; n_block++) {
+    for (int n_block = blocks.begin, next; n_block < blocks.end; n_block = next) {
+        next = block_from(n_block + 1);
         float acc_s[kMTiles][kNTiles][4] = {};
         multiply_abt<T, kHeadDim>(acc_s, q_address, k_address);
 
         cp_async_wait<0>();
         __syncthreads();  // V has arrived, K has been read
-        if (n_block + 1 < blocks.end) load_k(n_block + 1);
+        if (next < blocks.end) load_k(next, n_block + 1);
 
         if (!blocks.is_full(n_block)) {
             if constexpr (kMods)
                 mods.apply(score_tile(acc_s, warp_row, n_block * kBlockN + lane_idx % 4 * 2));
             else scores.apply(acc_s);
             mask.apply(acc_s, blocks, n_block, warp_row, n_block * kBlockN + lane_idx % 4 * 2);
+            if (kMods && p.block_mask.rows)
+                for (int m = 0; m < kMTiles; m++) {
+                    const int row = row0 + warp_idx * kWarpM + 16 * m;
+                    hide_unseen(acc_s[m], 0, block_mask.word_of_16(row, n_block * kBlockN, lane_idx));
+                }
         }
+        if constexpr (kMax)
+            for (int i = 0; i < 2 * kMTiles; i++)
+                for (auto &s : acc_s[i / 2]) max_score[i] = fmaxf(max_score[i], fmaxf(s[i % 2 * 2], s[i % 2 * 2 + 1]));
         float alpha[2 * kMTiles];
         if (softmax.update_row_max(acc_s, alpha)) softmax.rescale(acc_o, alpha);
 #pragma unroll
@@ -118,9 +142,13 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
         }
         cp_async_wait<0>();
         __syncthreads();  // K has arrived, V has been read
-        if (n_block + 1 < blocks.end) load_v(n_block + 1);
+        if (next < blocks.end) load_v(next, n_block + 1);
     }
 
+    if constexpr (kMax) {
+        for (float &x : max_score) x *= softmax.softmax_scale_log2;
+        store_max_logits(p, max_score, softmax.row_sum, seq, tile.b, tile.h, warp_row);
+    }
     float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h);
     softmax.finalize(acc_o, gLse, seq, warp_row, sink_of<float>(p, tile.h),
                      kDropout && p.dropout_seed ? float(p.keep_scale) : 1.f);
@@ -130,9 +158,12 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
 }
 
 template <typename T, typename Shape, bool kMods = false> void launch_fwd(const AttnParams &p) {
-    static_assert(sizeof(SharedMemory<Shape>) <= 99 << 10);  // the most on sm_86, sm_89 and sm_120
+    constexpr size_t kSharedBytes = sizeof(SharedMemory<Shape, MaskOf<kMods>>);
+    static_assert(kSharedBytes <= 99 << 10);  // the most on sm_86, sm_89 and sm_120
     auto *kernel = p.dropout_seed ? flash_fwd<T, Shape, true, kMods> : flash_fwd<T, Shape, kMods, kMods>;
-    launch(kernel, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, sizeof(SharedMemory<Shape>), p.stream, p);
+    if constexpr (kMods)
+        if (p.max_logits) kernel = flash_fwd<T, Shape, true, true, true>;
+    launch(kernel, RowTiles<Shape::kBlockM>::count(p), Shape::kNThreads, kSharedBytes, p.stream, p);
 }
 
 // {kHeadDim, kBlockM, kBlockN}. Up to 128 a warp has 32 rows: loads of K and V feed two products. Above, registers hold
@@ -148,7 +179,7 @@ template <typename T, bool kMods> void dispatch(const AttnParams &p) {
 }
 
 template <typename T> void dispatch(const AttnParams &p) {
-    p.has_score_mods() ? dispatch<T, true>(p) : dispatch<T, false>(p);
+    p.has_mods() || p.max_logits ? dispatch<T, true>(p) : dispatch<T, false>(p);
 }
 
 void flash_forward(const AttnParams &p) {

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
 
     const Tile tile = RowTiles<kBlockM>::at(p, blockIdx.x);
     const Sequence seq(p, tile.b);
-    const Mask mask(seq, p);
+    const MaskOf<false> mask(seq, p);
     const Scores<> scores(p);
     const int row0 = tile.block * kBlockM;
     const BlockRange blocks = mask.key_blocks<kBlockM, kBlockN>(row0);

@@ -5,14 +5,19 @@ namespace sm90 {
 
 void flash_forward(const AttnParams &p) {
     if (compute_capability() != 90) throw std::runtime_error("minimal_attn: flash_sm90.cu needs a GPU of sm_90");
-    if (p.has_score_mods()) return flash_forward_mods(p);
+    if (p.has_score_mods() && !p.has_mask_alone()) return flash_forward_mods(p);
+    if (p.block_mask.rows || p.has_mask_alone()) return flash_forward_masked(p);
     if (p.dropout_seed) return flash_forward_dropout(p);
+    if (p.max_logits || p.attention_chunk) return flash_forward_max_logits(p);
     const int head_dim = p.max_head_dim();
     const int64_t keys_of_a_row = std::min<int64_t>(p.seqlen_k, int64_t(p.window_left) + p.window_right + 1);
     // For many keys two stages of 80, as registers allow, are faster than four of 64 (journal, Hopper). Packed batches
     // all have the same tiles: a sample's bits must not depend on its batch.
     if (head_dim > 96 && head_dim <= 128 && !p.cu_seqlens_k && keys_of_a_row > 2048)
         return launch_fwd<Shape<128, 3, 80>>(p);
+    // O leaves registers for 128 keys, and smaller tiles of V memory.
+    if (p.head_dim > 128 && p.head_dim <= 192 && p.head_dim_v <= 128)
+        return launch_fwd<Shape<192, 2, 128, 2, 1, Plain, 128>>(p);
     with_shape<Plain>(head_dim, [&]<typename Shape>() { launch_fwd<Shape>(p); });
 }
 

@@ -54,7 +54,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
         skip_blocks(work, n_block, max(blocks.end, n_block_min));  // 64 rows without keys have no blocks
         if (!__any_sync(~0u, blocks.begin < blocks.end)) return;  // shows the compiler that a warp agrees
         const int warp_row = row0 + 16 * warp_idx, row = warp_row + lane_idx / 4;
-        typename Base::Walk walk(work, blocks, num_full, n_block);
+        auto walk = this->begin_walk(work, blocks, num_full, n_block);
         this->prefetch(work, walk.n_block, row);
         shared.k.consumer_wait(kv_item);
         warpgroup_arrive();
@@ -90,14 +90,15 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
         multiply_ab<T>(acc_o[0], P, shared.sV[warp_uniform(kv_item) % kStages]);
         warpgroup_wait<0>(acc_o[0], P);
         shared.v.consumer_release(kv_item++, lane_idx);
-        n_block = blocks.begin - 1;
+        n_block = walk.block_after_last();
         skip_blocks(work, n_block, n_block_min);
     }
 
-    // For blocks from n_block down to `end`, which only other consumers need.
+    // For blocks from n_block down to `end`, which only other consumers need. n_block becomes the one after them.
     __device__ void skip_blocks(const WorkItem &work, int &n_block, int end) {
-        for (; n_block >= end; n_block--, kv_item++) {
+        for (; n_block >= end; kv_item++) {
             shared.k.consumer_wait(kv_item);
+            const int next = this->block_after(n_block);
             __syncwarp();
             shared.k.consumer_release(kv_item, lane_idx);
             this->skip_block();
@@ -105,6 +106,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
             clear_v(work, n_block);
             __syncwarp();
             shared.v.consumer_release(kv_item, lane_idx);
+            n_block = next;
         }
     }
 
@@ -123,8 +125,9 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx;
         const int lane_idx = thread_idx() % 32;
         float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h);
+        this->end_tile(work, row0 + lane_idx / 4);
         softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4, sink_of<float>(p, tile.h), this->out_scale());
-        auto &sO = shared.sQ[q_index()];
+        auto &sO = reinterpret_cast<SmemTile<64, Shape::kHeadDimV> &>(shared.sQ[q_index()]);
         barrier_sync(kOneConsumer + consumer, 128);
 #pragma unroll
         for (int d = 0; d < kDTiles; d += 2) {
@@ -164,7 +167,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
         produce<Shape>(p, shared);
         if constexpr (Shape::kCached)  // as launch_early() asks of each kernel
-            if (p.phase == Phase::kPrefillRest && blockIdx.x == 0) wait_for_previous_kernel();
+            if (p.phase == Phase::kPrefillRest && blockIdx.x == 0)
+                wait_for_previous_kernel();  // unobserved by the emulator: no case has a next kernel
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
         Consumer<T, Shape>{{p, shared, int(warpgroup_idx) - 1}}.run();
@@ -175,7 +179,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
 template <typename Shape> void launch_fwd(typename Shape::Input p) {
     using SharedMemory = Shape::SharedMemory;
     static_assert(sizeof(SharedMemory) <= 227 << 10);
-    constexpr int kHeadDim = Shape::kHeadDim;
+    constexpr int kHeadDim = Shape::kHeadDim, kHeadDimV = Shape::kHeadDimV;
     const int64_t num_tiles = RowTiles<Shape::kBlockM, Shape::kCached>::count(p);
     int sms = num_sms();
     Phase phase = Phase::kAlone;
@@ -188,32 +192,34 @@ template <typename Shape> void launch_fwd(typename Shape::Input p) {
     if (num_tiles == blocks && phase == Phase::kAlone) p.tile_counter = nullptr;
     if (p.tile_counter && phase != Phase::kPrefillRest)  // which goes on counting
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
-    auto of_rows = [&](const char *name, const Tensor &x, int head_dim, int box_rows) {
-        return make_tma_tensor<kHeadDim>(name, x, p.batch_size, p.nheads, p.seqlen_q, head_dim, box_rows);
-    };
     Params<Shape> params{p, {p, num_tiles}};
-    params.q_tma = of_rows("q", p.q, p.head_dim, 64);
+    params.q_tma = make_tma_tensor<kHeadDim>("q", p.q, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, 64);
     params.k_tma = Shape::KeyBlocks::template make_tensor<kHeadDim>("k", p.k, p, p.head_dim);
-    params.v_tma = Shape::KeyBlocks::template make_tensor<kHeadDim>("v", p.v, p, p.head_dim_v);
-    params.o_tma = of_rows("out", p.o, p.head_dim_v, 16);  // the rows of a warp
+    params.v_tma = Shape::KeyBlocks::template make_tensor<kHeadDimV>("v", p.v, p, p.head_dim_v);
+    const int warp_rows = 16;
+    params.o_tma =
+        make_tma_tensor<kHeadDimV>("out", p.o, p.batch_size, p.nheads, p.seqlen_q, p.head_dim_v, warp_rows);
     const auto kernel = p.dtype == DType::kFloat16 ? flash_fwd<__half, Shape> : flash_fwd<__nv_bfloat16, Shape>;
     const auto launch_tiles = phase == Phase::kPrefillRest ? launch_early<Params<Shape>> : launch<Params<Shape>>;
     launch_tiles(kernel, blocks, Shape::kNThreads, sizeof(SharedMemory), p.stream, params);
 }
 
-void flash_forward_mods(const AttnParams &p);     // sm90/mods/: changed scores
-void flash_forward_dropout(const AttnParams &p);  // sm90/mods/: dropout alone
+void flash_forward_mods(const AttnParams &p);        // sm90/mods/: changed scores
+void flash_forward_dropout(const AttnParams &p);     // sm90/mods/: dropout alone
+void flash_forward_max_logits(const AttnParams &p);  // sm90/mods/: max_logits, attention_chunk, or both alone
+void flash_forward_masked(const AttnParams &p);      // sm90/mods/: a block mask alone
 
 // run<Shape>() for a head_dim; TMA pads with zeros. Three consumers hide one another's softmax better than two and load
 // K and V less often, if a thread's S, P and O fit its 160 registers.
-template <typename Kind, typename Run> auto with_shape(int head_dim, Run run) {
+template <typename Kind, typename Shape128 = Shape<128, 3, 64, 4, 2, Kind>, typename Run>
+auto with_shape(int head_dim, Run run) {
     // kHeadDim, kConsumers, kBlockN, kStages, kQStages
     if (head_dim <= 64)  // the most keys that fit; four consumers spill
         return run.template operator()<Shape<64, 3, 128, 4, 2, Kind>>();
     if (head_dim <= 96)  // 128 keys spill; 80 have 0.95 of the speed, two consumers 0.86
         return run.template operator()<Shape<96, 3, 96, 4, 2, Kind>>();
     if (head_dim <= 128)  // four stages hide the latency of memory; see also flash_forward()
-        return run.template operator()<Shape<128, 3, 64, 4, 2, Kind>>();
+        return run.template operator()<Shape128>();
     if (head_dim <= 192)  // O does not leave registers for three consumers
         return run.template operator()<Shape<192, 2, 80, 2, 2, Kind>>();
     return run.template operator()<Shape<256, 2, 64, 2, 1, Kind>>();  // no memory for a second Q

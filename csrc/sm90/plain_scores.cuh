@@ -24,17 +24,17 @@ template <typename Shape> struct Walk {
         : blocks(blocks), num_full(num_full), n_block(n_block), from_full(n_block - blocks.full_begin) {}
     __device__ void next() { n_block--, from_full--; }
     __device__ int block_after() const { return n_block - 1; }
+    __device__ int block_after_last() const { return blocks.begin - 1; }
     __device__ bool is_first() const { return n_block == blocks.end - 1; }
     __device__ bool is_last() const { return n_block == blocks.begin; }
     __device__ bool is_full() const { return from_full < num_full; }
 };
 
 // A consumer's registers, and functions that sm90/mods/ replaces.
-template <typename T, typename Shape> struct PlainScores {
+template <typename T, typename Shape, typename Softmax> struct PlainScores {
     using WorkItem = Shape::WorkItem;
-    using Walk = sm90::Walk<Shape>;
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages;
-    static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDim / 8;
+    static constexpr int kNTiles = kBlockN / 8, kDTiles = Shape::kHeadDimV / 8;
     static constexpr float kMaxSum = 1 << 15;  // of a lane's P in a row: below it, each fits fp16
 
     const Params<Shape> &p;
@@ -47,30 +47,40 @@ template <typename T, typename Shape> struct PlainScores {
     bool was_full = false;  // the block before
     float acc_s[1][kNTiles][4], acc_o[1][kDTiles][4];
     uint32_t P[kBlockN / 16][4];
-    Softmax<1> softmax{1.f};
+    Softmax softmax{1.f};
 
     __device__ int q_index() const { return shared.q_index(q_item, consumer); }
 
     __device__ void begin_tile(const WorkItem &) {
-        softmax = Softmax<1>(scores.softmax_scale_log2);
+        softmax = Softmax(scores.softmax_scale_log2);
         was_full = false;
     }
+    // Before the sink joins the sums; the int is this lane's first row.
+    __device__ void end_tile(const WorkItem &, int) {}
     // Whether blocks without a mask need no change of their scores.
     __device__ bool has_full_blocks() const { return scores.is_raw; }
     __device__ float out_scale() const { return 1.f; }
+    __device__ Walk<Shape> begin_walk(const WorkItem &work, const BlockRange &blocks, uint32_t num_full, int n_block) {
+        return {work, blocks, num_full, n_block};
+    }
+    __device__ int block_after(int n_block) const { return n_block - 1; }  // of all consumers
     // Loads what the scores of a block need, before its product.
     __device__ void prefetch(const WorkItem &, int, int) {}
     __device__ void skip_block() {}
 
-    // acc_s becomes P, row_sum grows. Returns whether acc_o must be multiplied by alpha.
+    // acc_s becomes P, row_sum grows. Returns whether acc_o must be multiplied by alpha. hide() hides more scores of a
+    // block that is not full.
+    struct Nothing { __device__ void operator()() const {} };
+    template <typename Hide = Nothing>
     __device__ bool exponentiate(const WorkItem &work, const BlockRange &blocks, const ScoreOrigin &at, bool is_full,
-                                 float (&alpha)[2]) {
+                                 float (&alpha)[2], Hide hide = {}) {
         // After the first block without a mask each row has seen keys. recompute_large_rows() knows no mask.
         const bool updates_max = !is_full || !was_full;
         was_full = is_full;
         if (!is_full) {
             if (!scores.is_raw) scores.apply(acc_s);
             work.mask.apply(acc_s, blocks, at.n_block, at.row, at.key);
+            hide();
         }
         bool has_grown = false;
         float sum[2];

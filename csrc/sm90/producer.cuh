@@ -3,6 +3,7 @@
 
 #include "common/mask.cuh"
 #include "common/scheduler.cuh"
+#include "common/softmax.cuh"
 #include "sm90/tiles.cuh"
 
 namespace sm90 {
@@ -10,11 +11,12 @@ namespace sm90 {
 template <int kBlockN> struct KeyBlocks;
 template <typename Shape> struct WorkItem;
 template <typename Shape> struct SharedMemory;
-template <typename T, typename Shape> struct PlainScores;  // plain_scores.cuh
+template <typename T, typename Shape, typename Softmax = Softmax<1>> struct PlainScores;  // plain_scores.cuh
 
 // Parts that other kernels replace: sm90/mods/, cache/prefill_sm90.cu.
 struct Plain {
     static constexpr bool kCached = false;  // keys come from a cache
+    static constexpr bool kChunks = false;  // attention_chunk
     using Input = AttnParams;
     template <int kBlockN> using KeyBlocks = sm90::KeyBlocks<kBlockN>;
     template <typename Shape> using WorkItem = sm90::WorkItem<Shape>;
@@ -22,15 +24,18 @@ struct Plain {
     template <typename T, typename Shape> using ScorePolicy = PlainScores<T, Shape>;
 };
 
-template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, typename Kind = Plain>
+template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, typename Kind = Plain,
+          int kHeadDimV_ = kHeadDim_>
 struct Shape {
-    static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
+    static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+    static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
     static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 
     static constexpr bool kCached = Kind::kCached;
+    using Mask = MaskOf<Kind::kChunks>;
     using Input = Kind::Input;
     using KeyBlocks = Kind::template KeyBlocks<kBlockN>;
     using WorkItem = Kind::template WorkItem<Shape>;
@@ -64,18 +69,20 @@ template <typename Shape> struct alignas(16) WorkItem {
     int first_key;                         // that some row sees
     Tile tile;
     Sequence seq;
-    Mask mask;
+    Shape::Mask mask;
     int unused[4];  // with a size of 128 bytes, ptxas spills one number more at head_dim 64
 
     // The walk begins at the last block, which may need a mask.
     __device__ int first_block() const { return n_block_max - 1; }
     __device__ int block_after(int n_block) const { return n_block - 1; }
+    __device__ int num_blocks() const { return n_block_max - n_block_min; }
     __device__ void extend(const Shape::Input &) {}
 };
 
 template <typename Shape> struct SharedMemory {
     SmemTile<64, Shape::kHeadDim> sQ[Shape::kQStages * Shape::kConsumers];  // later out
-    SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages], sV[Shape::kStages];
+    SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages];
+    SmemTile<Shape::kBlockN, Shape::kHeadDimV> sV[Shape::kStages];
     Ring<Shape::kQStages> q[Shape::kConsumers];  // consumers end a tile at different times
     Ring<Shape::kStages> k, v;
     // Twice as many as Q: consumers still read older ones when find_tiles() writes the next.
@@ -90,6 +97,8 @@ template <typename Shape> struct SharedMemory {
         found.init(Shape::KeyBlocks::kLoaders);
         fence_mbarrier_init();
     }
+    // Tells consumers which block comes after the item's.
+    __device__ void announce(const Shape::Input &, uint32_t, const Shape::WorkItem &, int) {}
     template <typename Keys>
     __device__ void load_more(const Shape::Input &, uint32_t, const Shape::WorkItem &, const Keys &) {}
 };
@@ -153,13 +162,13 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, typ
         if (tile.block * kBlockM >= seq.padded_q) continue;  // its sample is shorter
         if constexpr (Shape::kCached)
             if (!seq.is_served(p)) continue;
-        const Mask mask = work.mask = Mask(seq, p);
-        const BlockRange all = mask.key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
+        const auto mask = work.mask = typename Shape::Mask(seq, p);
+        const BlockRange all = mask.template key_blocks<kBlockM, kBlockN>(tile.block * kBlockM);
         work.n_block_min = all.begin, work.n_block_max = all.end;
         work.first_key = mask.keys(tile.block * kBlockM).begin;
 #pragma unroll 1
         for (int c = 0; c < Shape::kConsumers; c++)
-            work.blocks[c] = mask.key_blocks<64, kBlockN>(tile.block * kBlockM + 64 * c);
+            work.blocks[c] = mask.template key_blocks<64, kBlockN>(tile.block * kBlockM + 64 * c);
         work.extend(p);
         mbarrier_arrive(shared.found.full_barrier(item++));
     }
@@ -190,17 +199,19 @@ __device__ void load_tiles(const Params<Shape> &p, typename Shape::SharedMemory 
         }
         // When n_next blocks are left, find_tiles() may overwrite the oldest work item: consumers have released a later
         // Q. One of two warps has not waited for that, but find_tiles() waits for both.
-        const int num_blocks = work.n_block_max - work.n_block_min, n_next = min(num_blocks, kAhead + 1);
+        const int num_blocks = work.num_blocks(), n_next = min(num_blocks, kAhead + 1);
         int n_block = work.first_block();
         typename Shape::KeyBlocks keys(p, work.tile, work.seq, n_block);
         if (num_blocks <= 0) shared.found.consumer_release(q_item, lane_idx);
 #pragma unroll 1
-        for (int n_left = num_blocks; n_left > 0; n_left--, n_block = work.block_after(n_block), kv_item++) {
+        for (int n_left = num_blocks, next; n_left > 0; n_left--, n_block = next, kv_item++) {
             const uint32_t stage = kv_item % Shape::kStages;
+            next = work.block_after(n_block);
             keys.find(n_block);
             if (n_left == n_next) shared.found.consumer_release(q_item, lane_idx);
             if constexpr (kKeys) {
                 shared.k.producer_acquire(kv_item);
+                shared.announce(p, kv_item, work, next);
                 keys.load(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item));
             }
             shared.load_more(p, kv_item, work, keys);

@@ -4,10 +4,11 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import _build
-from ..checks import check_choice, is_aligned, is_eager, wants_gradient
-from ..options import OF_OP, Backend, warn
+from ..checks import check_choice, empty_outputs, is_aligned, is_eager, wants_gradient
+from ..options import OF_OP, Backend, Options, warn
 from ..reference.definition import DTYPES
 from ..reference.pages import over_gathered
 
@@ -30,25 +31,51 @@ def _warn_slow(reason):
     warn(f"tensor cores cannot serve this call, which is slower without them: {reason}")
 
 
+def _needs_copies(q, k, v):
+    """Whether tensor cores cannot read these tensors, but could read copies of them."""
+    if not q.is_cuda or q.dtype not in ON_TENSOR_CORES:
+        return False
+    if torch.compiler.is_compiling():
+        return not all(map(is_aligned, (q, k, v)))
+    choice = type(q) in (Tensor, torch.nn.Parameter) and _choice_of(q, k, v, Options())  # None: vmap's memory
+    return bool(choice and choice[1])
+
+
+def _choice_of(q, k, v, options):
+    """(kernel, why it is slow or None) for checked arguments on the GPU that is here, or None: see csrc/main.cpp."""
+    return _build.load().which_kernel(q, k, v, *options[:OF_OP + 1], None, True)
+
+
+def _forward_of_copies(q, k, v, options):
+    """_forward of aligned copies, with zeros up to the next multiple of 8 columns. Gradients go through them."""
+    try:
+        copies = [pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v)]  # or clones
+    except torch.OutOfMemoryError:
+        return _launch(q, k, v, options)  # slower, which it says
+    out, *more = _launch(*copies, options)
+    return empty_outputs(q, v)[0].copy_(out[..., :v.shape[-1]]), *more
+
+
 def _forward(q, k, v, options):
     if q.is_cuda and q.dtype == torch.float64:
         raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
                         "on a GPU are float32, float16, bfloat16")
     _load_ops()
+    return (_forward_of_copies if _needs_copies(q, k, v) else _launch)(q, k, v, options)
+
+
+def _launch(q, k, v, options):
     inputs = q, k, v, *options[:OF_OP + 1]
     if is_eager(q, k, v, *options.tensors):
         library = _build.load()
         needs_grad = any(map(wants_gradient, (q, k, v, *options.differentiable)))
         attend = library.differentiable_forward if needs_grad else library.flash_forward
-        out, lse, slow_because = attend(*inputs)
+        *output, slow_because = attend(*inputs)
     else:
-        out, lse = torch.ops.minimal_attn.flash_forward(*inputs)  # without a reason
-        is_readable = q.is_cuda and not torch.compiler.is_compiling() and type(q) is Tensor
-        choice = is_readable and _build.load().which_kernel(q, k, v)  # None where vmap holds the memory
-        slow_because = choice[1] if choice else None
+        output, slow_because = torch.ops.minimal_attn.flash_forward(*inputs), None  # without a reason
     if slow_because:
         _warn_slow(slow_because)
-    return out, lse
+    return output if options.return_max_logits else output[:2]
 
 
 _host_forward_cached = over_gathered(_forward)
@@ -117,12 +144,9 @@ def kernel_of(q, k, v, options):
         return "host"
     # As a call does, which copies what is not contiguous to rows that are aligned as far as head_dim allows.
     q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
-    if options.lengths.is_packed:  # whose samples have no stride
-        q, k, v = (x[0].unsqueeze(0) for x in (q, k, v))
-    choice = _build.load().which_kernel(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)),
-                                        options.dropout_p > 0, has_sinks=options.sinks is not None,
-                                        has_scores=options.softcap > 0 or options.alibi_slopes is not None,
-                                        attn_bias=options.attn_bias)
+    choice = _choice_of(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), options)
+    if choice is not None and choice[1] is not None:  # copies will be aligned
+        return kernel_of(*(x.new_empty(*x.shape[:-1], -(-x.shape[-1] // 8) * 8) for x in (q, k, v)), options)
     if choice is None:
         raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
     return choice[0]

@@ -1,8 +1,9 @@
 """The derivative of an attention op, and the shapes that torch.compile asks for: the same for csrc and for Triton.
 
-An op forward(q, k, v, *options, mode, ...) gives (out, lse), and backward(dout, dlse, q, k, v, out, lse, *options,
-mode, need_dq, need_dkv, need_dsinks, need_dbias) gives (dq, dk, dv, dsinks, dbias). The options are those of
-Options.of_op. mode is the one bool that both ops of an implementation take: csrc's deterministic, Triton's autotune.
+An op forward(q, k, v, *options, mode, ...) gives (out, lse, max_logits), the last one empty if it is not asked for, and
+backward(dout, dlse, q, k, v, out, lse, *options, mode, need_dq, need_dkv, need_dsinks, need_dbias) gives (dq, dk, dv,
+dsinks, dbias). The options are those of Options.of_op. mode is the one bool that both ops of an implementation take:
+csrc's deterministic, Triton's autotune.
 
 The dispatcher's Python part costs more than a small attention takes. ../../csrc/binding/autograd.cpp and
 ../../triton_ref/ops.py therefore go past it where nothing traces or watches.
@@ -26,14 +27,15 @@ def save(ctx, inputs, output):
     given = inputs[:3 + OF_OP + 1]  # up to mode: what follows has no part in the derivative
     ctx.num_inputs = len(inputs)
     ctx.numbers = [None if isinstance(x, torch.Tensor) else x for x in given]
-    ctx.save_for_backward(*output, *(x if isinstance(x, torch.Tensor) else None for x in given))
+    ctx.save_for_backward(*output[:2], *(x if isinstance(x, torch.Tensor) else None for x in given))
+    ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)  # an lse that nobody uses has no gradient
 
 
 def backward_of(run, backend):
-    """(ctx, dout, dlse) -> the gradients of an op's inputs, by run, which takes what a backward op takes."""
+    """(ctx, dout, dlse, None) -> the gradients of an op's inputs, by run, which takes what a backward op takes."""
 
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse, _):
         out, lse, *tensors = ctx.saved_tensors
         q, k, v, *options = (number if x is None else x for x, number in zip(tensors, ctx.numbers))
         if q.dtype in FP8_DTYPES:
@@ -55,7 +57,9 @@ def backward_of(run, backend):
 
 
 def _forward_shapes(q, k, v, *options, **more_options):
-    return empty_outputs(q, v)
+    out, lse = empty_outputs(q, v)
+    is_asked_for = Options(*options[:OF_OP], **more_options).return_max_logits
+    return out, lse, torch.empty_like(lse) if is_asked_for else lse.new_empty(0)
 
 
 def _backward_shapes(dout, dlse, q, k, v, out, lse, *given):
@@ -86,7 +90,7 @@ def register(forward, backward, run, backend):
 def register_csrc(run=None):
     """Register csrc's ops. Call it once, after the library that defines them is loaded. run: a function that the
     backward pass calls in place of the op flash_backward."""
-    torch.library.register_fake("minimal_attn::flash_decode", _forward_shapes)
+    torch.library.register_fake("minimal_attn::flash_decode", lambda q, k, v, *options, **more: empty_outputs(q, v))
     torch.library.register_fake("minimal_attn::append_kvcache", append_shapes)
     register_flops("flash_decode", decode_flops)
     register("minimal_attn::flash_forward", "minimal_attn::flash_backward",

@@ -21,8 +21,8 @@ def _forward(q, k, v, options):
         heads = q.shape[1] // k.shape[1], 1, 1
         q, k, v = (x.float() if descale is None else x.float() * descale.repeat_interleave(n, 1)[..., None, None]
                    for x, descale, n in zip((q, k, v), options.descales, heads))
-    out, lse = reference_forward(q, k, v, options)
-    return out.to(dtype), lse
+    out, *more = reference_forward(q, k, v, options)
+    return out.to(dtype), *more
 
 
 def by_autograd(forward):

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..checks import holds, is_known, is_static, sum_dtype
-from ..options import Backend
+from ..options import CAUSAL_MASK, Backend
 from ..reference.append import append_in_torch
 from ..reference.definition import DTYPES, reference_forward, without_autocast, without_padding
 from ..reference.packed import as_padded
@@ -49,16 +49,17 @@ def _forward(q, k, v, options):
     # SDPA takes none of these, and on a GPU no mask that is wider than q, as ALiBi and a bias in fp32 may be.
     is_wide = options.alibi_slopes is not None and sum_dtype(q.dtype) != q.dtype or (
         options.attn_bias is not None and options.attn_bias.dtype not in (torch.bool, q.dtype))
-    if options.dropout_seed is not None or options.sinks is not None or options.softcap > 0 or is_wide:
+    if (options.dropout_seed is not None or options.sinks is not None or options.softcap > 0 or is_wide
+            or options.return_max_logits):
         return reference_forward(q, k, v, options)
     if options.lengths.is_packed:
         return as_padded(_forward, q, k, v, options)
-    window, lengths, softmax_scale = options.window, options.lengths, options.softmax_scale
-    is_causal, has_lengths = window == (-1, 0), lengths.are_given
+    softmax_scale, has_lengths = options.softmax_scale, options.lengths.are_given
+    is_causal = options.mask == CAUSAL_MASK
     # SDPA aligns its own causal mask top-left, which is ours only for equal lengths.
     square_causal = is_causal and is_known(q.shape[2] == k.shape[2]) and not (has_lengths or options.has_scores)
     is_grouped = not is_known(q.shape[1] == k.shape[1])
-    visible = None if square_causal else visible_keys(q.shape[2], k.shape[2], window, lengths, q.device)
+    visible = None if square_causal else visible_keys(q.shape[2], k.shape[2], options, q.device)
     if visible is not None and (has_lengths or not is_causal or not is_known(q.shape[2] <= k.shape[2])):
         q, k, v = without_padding(q, k, v, visible)
     mask = as_attn_mask(q, k, options, visible)
@@ -75,7 +76,7 @@ def _forward(q, k, v, options):
     if not options.return_lse:
         return out, None
     if square_causal:
-        mask = visible_keys(q.shape[2], k.shape[2], window, lengths, q.device)
+        mask = visible_keys(q.shape[2], k.shape[2], options, q.device)
     return out, _lse(q, k, softmax_scale, mask)
 
 

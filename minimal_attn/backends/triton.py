@@ -1,53 +1,23 @@
-"""backend="triton": the way to triton_ref, which needs Triton and is therefore imported on first use.
-
-triton_ref is a plug: minimal_attn/__init__.py says how it is imported, and it then registers itself here, so that no
-backend depends on it.
-"""
+"""backend="triton": the way to triton_ref, which needs Triton and is therefore imported on first use."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from .._build import assume_constant_result
 from ..checks import TWIN_DTYPES
 from ..options import Backend
-from .flops import decode_flops, register_flops
 
-
-@dataclass(frozen=True)
-class Twin:
-    """The functions of triton_ref that this backend calls."""
-
-    forward: Callable  # as Backend's
-    forward_cached: Callable  # as Backend's
-    matmul: Callable  # attention.triton_matmul
-    is_interpreted: bool  # its kernels run on the CPU, in Triton's interpreter
-
-
-_import_twin = None
-_twin = None
-
-
-def plug(import_twin: Callable[[], None]) -> None:
-    """How triton_ref is imported, which then calls register."""
-    global _import_twin
-    _import_twin = import_twin
-
-
-def register(twin: Twin) -> None:
-    """Called by triton_ref when it is imported."""
-    global _twin
-    _twin = twin
-    register_flops("triton_decode", decode_flops)
+_twin = None  # the module triton_ref.ops, once it is imported
 
 
 # torch.compile runs this while it traces and keeps the answer: an import cannot be part of a graph.
 @assume_constant_result
 def why_not_imported() -> str | None:
     """Import triton_ref: None, or why that fails."""
+    global _twin
     try:
-        _import_twin()
+        from triton_ref import ops as _twin
     except Exception as error:  # no Triton, or one that is broken
         return f"{type(error).__name__}: {error}"
     return None
@@ -55,14 +25,14 @@ def why_not_imported() -> str | None:
 
 @assume_constant_result
 def _is_interpreted():
-    return _twin.is_interpreted
+    return _twin.INTERPRETING
 
 
 def matmul() -> Callable:
     """triton_ref's product; ModuleNotFoundError without Triton."""
     if error := why_not_imported():
         raise ModuleNotFoundError(f"triton is required for triton_matmul (pip install triton): {error}")
-    return _twin.matmul
+    return _twin.triton_matmul
 
 
 def _forward(q, k, v, options):

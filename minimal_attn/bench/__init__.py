@@ -1,8 +1,8 @@
 """Everything that computes attention on this machine side by side: checked against the reference, then timed.
 
 It runs on the GPU if there is one, else on the CPU. Its files: options.py, the table of operations; impls.py, what is
-compared; measure.py, how one of it is measured; tables.py and pictures.py, what becomes of the numbers; demo.py, a
-short run with a verdict.
+compared; masks.py, its block masks; measure.py, how one of it is measured; tables.py and pictures.py, what becomes of
+the numbers; demo.py, a short run with a verdict.
 """
 
 import functools

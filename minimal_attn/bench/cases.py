@@ -9,11 +9,12 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
-from .. import reference_attention
+from .. import BlockMask, reference_attention
 from ..checks import MAX_HEAD_DIM
 from ..reference.dropout import seed_with_origins
 from ..toolkit.validation import allowed_error
-from .impls import KINDS, SCORES, Call, backward_of, causal_mask, deterministic_torch, forced, sdpa, step_of
+from .impls import KINDS, MASKED, SCORES, Call, backward_of, causal_mask, deterministic_torch, forced, sdpa, step_of
+from .masks import MASKS, build, native_options
 from .measure import FP8_DTYPE_NAMES, MEASURED, each, normal, numbers_of, timed, truth_fits
 
 # The columns of rows, by their op: those between sizes and numbers, and those behind the numbers.
@@ -22,7 +23,9 @@ COLUMNS = {op: ("op", "impl", "dtype", *SIZES, *more.split(), *MEASURED, *behind
     ("forward", "", ""), ("backward", "deterministic dropout_p", ""), ("forward_backward", "", ""),
     ("varlen", "lengths", ""), ("varlen_backward", "lengths", ""), ("window", "window_size", ""), ("sinks", "", ""),
     ("scores", "score", ""), ("decode", "page_size lengths", "us read_gbps"), ("append", "page_size lengths", "us"),
-    ("mixed", "page_size prefill", "us"))} | {"matmul": ("op", "impl", "dtype", "m", "n", "k", *MEASURED)}
+    ("mixed", "page_size prefill", "us"), ("block_masks", "mask", ""), ("block_masks_backward", "mask", ""))}
+COLUMNS |= {op: ("op", "impl", "dtype", *sizes, *MEASURED)
+            for op, sizes in (("matmul", "mnk"), ("block_masks_build", ("seqlen",)))}
 
 # Lengths that were drawn once, by their name.
 DRAWN = {"16 of 64..4096": (862, 1654, 712, 3359, 1799, 1201, 2383, 3162, 2852, 3536, 3181, 2413, 457, 1050, 3908,
@@ -75,6 +78,8 @@ class Shape(NamedTuple):
         if self.more[:1].isdecimal():
             return "packed"
         first = self.more.partition(" ")[0]
+        if self.more in KINDS:
+            return self.more
         return "pages" if self.options.keys() & {"page", "drawn"} else first if first in KINDS else "dense"
 
 
@@ -165,8 +170,11 @@ class Case:
             self.tolerance = tuple(factor * allowed_error(*pair) for pair in zip(by_torch, self.truth))
 
     def inputs(self):
-        """q, k and v. Those of a packed batch are views (1, H, T, D) of memory (T, H, D), as a model has them."""
+        """q, k and v. Those of a packed batch are views (1, H, T, D) of memory (T, H, D), as a model has them. With
+        a block mask they are views (B, H, S, D) of memory (B, S, H, D), which can be packed."""
         b, h, seqlen_q, d, h_k, seqlen_k = self.shape[:6]
+        if self.shape.kind in MASKED:
+            return [normal((b, seqlen_q, x, d), self.device, self.dtype).transpose(1, 2) for x in (h, h_k, h_k)]
         if self.shape.kind == "packed":
             total = sum(lengths_of(self.shape.more))
             return [normal((total, heads, d), self.device, self.dtype).transpose(0, 1)[None] for heads in (h, h_k, h_k)]
@@ -175,7 +183,7 @@ class Case:
 
     def make_call(self):
         """The options of the call, by the kind of the shape."""
-        _, nheads, seqlen_q, _, _, seqlen_k, more = self.shape
+        batch_size, nheads, seqlen_q, _, _, seqlen_k, more = self.shape
         shift, causal, kind, device = seqlen_k - seqlen_q, self.causal, self.shape.kind, self.device
         call, keywords = Call(causal, mask_mod=(lambda b, h, row, col: col <= row + shift) if causal else None), {}
         bias = None
@@ -205,6 +213,11 @@ class Case:
             bias = torch.rand(1, 1, seqlen_q, seqlen_k, device=device) < SEEN
             bias[..., 0] = True  # no row is empty, causal or not
             call.score_mod = lambda score, b, h, row, col: torch.where(bias[0, 0, row, col], score, -math.inf)
+        elif kind in MASKED:
+            mask = kind.split()[1]
+            call.mask_mod = MASKS[mask](seqlen_k, device)
+            call.native = native_options(mask, batch_size, seqlen_k, device)
+            keywords["block_mask"] = build(call.mask_mod, seqlen_k, device)
         elif kind == "deterministic":
             keywords["deterministic"] = True
         elif kind == "dropout":
@@ -227,6 +240,8 @@ class Case:
     def pairs(self):
         """The pairs of a row and a key that FLOPs count, in each head."""
         batch, _, seqlen_q, _, _, seqlen_k, more = self.shape
+        if self.shape.kind in MASKED:
+            return batch * self.call.keywords["block_mask"].to_dense().sum().item()
         if self.shape.kind != "window":
             is_packed = self.shape.kind == "packed"
             pairs = sum(x * x for x in lengths_of(more)) if is_packed else batch * seqlen_q * seqlen_k
@@ -322,6 +337,7 @@ class Case:
         known = {"op": op, "impl": name, "dtype": self.dtype, "causal": self.causal, "prefill": options.get("prefill"),
                  "deterministic": kind == "deterministic", "dropout_p": options.get("dropout", 0.0),
                  "score": kind if kind in SCORES else "none", "page_size": options.get("page", 0),
+                 "mask": kind.partition(" ")[2],
                  "lengths": self.shape.more if kind == "packed" else "drawn" if "drawn" in options else "full",
                  "window_size": list(self.window_size) if kind == "window" else None}
         known |= self.shape._asdict() | numbers
@@ -342,6 +358,8 @@ class MatmulShape(NamedTuple):
 class Matmul(Case):
     """Normal a (m, k) and b (k, n), their product in fp64, and the error it allows."""
 
+    sizes = MatmulShape
+
     def __init__(self, op, setting, device):
         self.op, self.device, self.options = op, device, {}
         self.shape, self.dtype, self.causal = setting
@@ -358,3 +376,37 @@ class Matmul(Case):
     @staticmethod
     def truth_size(op, shape):
         return shape.m * shape.k + shape.k * shape.n + shape.m * shape.n
+
+
+class MaskShape(NamedTuple):
+    seqlen: int
+
+    kind, batch_size, nheads_k = "dense", 1, 1  # as of a Shape
+    __str__ = MatmulShape.__str__
+
+
+class Build(Matmul):
+    """The function of the mask of documents, and what it says of all rows and keys. No error is allowed."""
+
+    sizes = MaskShape
+
+    def __init__(self, op, setting, device):
+        self.op, self.device, self.options = op, device, {}
+        self.shape, self.dtype, self.causal = setting
+        (size,) = self.shape
+        self.args = MASKS["documents"](size, device), size, device
+        mask = build(*self.args)
+        self.flops, self.bytes = 0, sum(x.nbytes for x in (mask.units, mask.row_words, mask.key_words, mask.bits))
+        self.out_bytes = self.bytes
+        self.truth = self.tolerance = None
+        if self.has_truth(op, self.shape, device):
+            rows = torch.arange(size, device=device)
+            self.truth, self.tolerance = (self.args[0](0, 0, rows[:, None], rows).double(),), (0,)
+
+    @staticmethod
+    def truth_size(op, shape):
+        return shape.seqlen**2
+
+    def results(self, name, out):
+        """Torch's mask has no bits to compare."""
+        return (out.to_dense()[0, 0],) if isinstance(out, BlockMask) else ()

@@ -40,7 +40,8 @@ def run(with_profile=False):
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32 for the peers too
     where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, as torch sees no GPU"
     console.print(f"minimal_attn {__version__} with torch {torch.__version__} on {where}", soft_wrap=True)
-    names = [name for name in IMPLS if device in IMPLS[name].devices and name not in LEFT_OUT]
+    names = [name for name in IMPLS if {device, "dense"} <= {*IMPLS[name].devices, *IMPLS[name].kinds}
+             and name not in LEFT_OUT]
     for backend in ("cuda", "triton"):
         if (why_not := BACKENDS[backend].why_not(torch.device(device))) is not None:
             console.print(f"{backend} is left out: {why_not}", soft_wrap=True)

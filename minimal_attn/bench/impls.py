@@ -21,14 +21,16 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import activated, flash_attention, flash_attn_func, flash_attn_varlen_func, force_kernel
-from ..options import Lengths
+from ..options import Options
 from ..reference.scores import visible_keys
+from .masks import MASKS, build_by_torch
 from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, Impl
 
 HALVES = ("float16", "bfloat16")
 SCORES = ("none", "softcap", "alibi", "bias", "mask")
+MASKED = tuple(f"masked {name}" for name in MASKS)
 # Kinds of calls: the option that each has beside a causal mask.
-KINDS = ("dense", "packed", "window", "sinks", *SCORES[1:], "deterministic", "dropout", "pages")
+KINDS = ("dense", "packed", "window", "sinks", *SCORES[1:], *MASKED, "deterministic", "dropout", "pages")
 
 
 @dataclass(eq=False)  # one is like no other, so that what is cached by it is its own
@@ -39,6 +41,7 @@ class Call:
     keywords: dict = field(default_factory=dict)  # of flash_attention and reference_attention
     mask_mod: Callable | None = None  # (b, h, row, col) -> whether the row sees the key, for FlexAttention
     score_mod: Callable | None = None  # (score, b, h, row, col) -> score, for FlexAttention
+    native: dict | None = None  # keywords of flash_attention that say the same as a block mask
     attn_mask: torch.Tensor | None = None  # the bias or the mask, with a causal mask in it, for SDPA
     ways: dict = field(default_factory=dict)  # {way: [(function, tensors, keywords), ...]} of a call to caches
     words: torch.Tensor | None = None  # int32, as many as the valid keys and values have, for the plain read
@@ -50,7 +53,7 @@ def flash(q, k, v, call, backend):
 
 @functools.lru_cache(maxsize=1)  # not part of what is timed
 def causal_mask(seqlen_q, seqlen_k, device):
-    return visible_keys(seqlen_q, seqlen_k, (-1, 0), Lengths(), device)
+    return visible_keys(seqlen_q, seqlen_k, Options(window_right=0), device)
 
 
 def manual(q, k, v, call):
@@ -75,7 +78,7 @@ def sdpa(q, k, v, call, backend):
 
 
 @functools.lru_cache(maxsize=1)  # one shape at a time, tuned at its first call and forgotten at that of the next
-def compiled_flex(shape_q, shape_k, dtype, mask_mod, score_mod):
+def compiled_flex(shape_q, shape_k, dtype, mask_mod, score_mod, mode):
     """FlexAttention compiled for one shape: (q, k, v) -> out. Its mask is made here, outside of what is timed."""
     from torch._inductor import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -83,12 +86,12 @@ def compiled_flex(shape_q, shape_k, dtype, mask_mod, score_mod):
     torch.compiler.reset()
     config.compile_threads = 1  # threads alone: what worker processes compile, this one compiles again to time it
     mask = mask_mod and create_block_mask(mask_mod, None, None, shape_q[2], shape_k[2], device="cuda")
-    compiled = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
+    compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
     return functools.partial(compiled, score_mod=score_mod, block_mask=mask, enable_gqa=shape_q[1] != shape_k[1])
 
 
-def flex(q, k, v, call):
-    return compiled_flex(q.shape, k.shape, q.dtype, call.mask_mod, call.score_mod)(q, k, v)
+def flex(q, k, v, call, mode="max-autotune-no-cudagraphs"):
+    return compiled_flex(q.shape, k.shape, q.dtype, call.mask_mod, call.score_mod, mode)(q, k, v)
 
 
 def package(q, k, v, call, module):
@@ -113,6 +116,23 @@ def torch_varlen(q, k, v, call):
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     bounds, longest = call.keywords["cu_seqlens_q"], call.keywords["max_seqlen_q"]
     return varlen_attn(q, k, v, bounds, bounds, longest, longest, **keywords).transpose(0, 1)[None]
+
+
+mask_of_torch = functools.lru_cache(maxsize=1)(functools.partial(build_by_torch, compile=False))
+
+
+def from_torch(q, k, v, call):
+    """Ours with torch's BlockMask, in blocks of 128 x 128."""
+    return flash_attention(q, k, v, backend="cuda", block_mask=mask_of_torch(call.mask_mod, q.shape[2], q.device))
+
+
+def native(q, k, v, call):
+    """Ours without a block mask, by options that say the same."""
+    if "cu_seqlens_q" not in call.native:
+        return flash_attention(q, k, v, backend="cuda", **call.native)
+    packed = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))  # views
+    out = flash_attention(*packed, backend="cuda", **call.native)
+    return out[0].transpose(0, 1).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
 
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -143,6 +163,8 @@ IMPLS = {
     "cuda:sm90": ours("cuda", ("cuda",) * (CAPABILITY == (9, 0)), HALVES, "sm90"),
     "cuda:dmma": ours("cuda", ("cuda",) * (CAPABILITY == (9, 0)), ("float32",), "dmma"),
     "cuda:host": ours("cuda", ("cpu",)),
+    "cuda:from_torch": Impl(from_torch, backend="cuda", kinds=MASKED),
+    "cuda:native": Impl(native, backend="cuda", kinds=tuple(f"masked {x}" for x in ("causal", "window", "documents"))),
     "triton": ours("triton", dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES),
     "torch:cudnn": of_torch(SDPBackend.CUDNN_ATTENTION),
     "torch:flash": of_torch(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu")),

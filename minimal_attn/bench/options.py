@@ -1,6 +1,7 @@
 """The table of operations, and the options of a run, each of which is checked before any work starts."""
 
 import argparse
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -9,8 +10,9 @@ import torch
 
 from .. import triton_matmul
 from .caches import APPEND, DECODE, MIXED, Append, Decode, Mixed
-from .cases import Case, Matmul, MatmulShape, count, ints, shape_of
-from .impls import HALVES, IMPLS, SCORES, backward_of, step_of
+from .cases import Build, Case, Matmul, count, ints, shape_of
+from .impls import HALVES, IMPLS, MASKED, SCORES, backward_of, flex, step_of
+from .masks import BUILDERS, MASKS
 from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, Impl
 
 DENSE = "B,H,S,D or B,H,Sq,D,Hk,Sk"
@@ -28,7 +30,7 @@ class Op(NamedTuple):
     default_impls: tuple | None = None  # all of impls if None
     dtypes: tuple = DTYPE_NAMES
     default_dtypes: str = "float32"
-    default_causal: str = "no"
+    default_causal: str | None = "no"  # None: there is no choice
     seqlens: dict | None = None
     baseline: str = "manual"  # of the speed-ups
     rate: str = "tflops"  # the column that tables and pictures show
@@ -38,11 +40,13 @@ class Op(NamedTuple):
 
     def shape_of(self, text):
         """The shape that a text names. Raises ValueError."""
-        if self.case is Matmul:
-            return MatmulShape(*ints(text.split(","), 3))
+        if issubclass(self.case, Matmul):
+            return self.case.sizes(*ints(text.split(","), len(self.case.sizes._fields)))
         shape = shape_of(text, self.more)
         if self.case in (Append, Mixed) and shape.seqlen_q != 1:
             raise ValueError("Sq must be 1: one new token of each sample")
+        if shape.kind in MASKED and shape.seqlen_q != shape.seqlen_k:
+            raise ValueError("Sq must be Sk")
         return shape
 
 
@@ -71,6 +75,14 @@ DECODING = Op("Attention to caches", {
     "cpu": ["2,4,1,64,2,64", "2,4,1,64,2,64 page 16", "2,4,3,64,2,64", "2,4,1,64,2,64 page 16 drawn"]},
     Decode, f"{DENSE}, also with ' page SIZE' or ' drawn' behind it", r"(page [1-9]\d*)? ?(drawn)?", DECODE,
     dtypes=HALVES, default_dtypes="bfloat16", default_causal="yes", baseline="read", rate="gbps", row="decode")
+# FlexAttention is compiled, but not tuned, which would take most of a minute for each mask.
+MASKING = Op("Attention with block masks", {
+    "cuda": [f"{size} masked {mask}" for size in ("1,16,16384,128", "8,16,2048,64") for mask in MASKS],
+    "cpu": [f"2,2,144,16 masked {mask}" for mask in MASKS]},
+    form=f"B,H,S,D masked MASK, where MASK is one of {', '.join(MASKS)}", more=f"masked ({'|'.join(MASKS)})",
+    impls=IMPLS | {"flex": Impl(functools.partial(flex, mode=None), ("cuda",), dtypes=HALVES, kinds=MASKED)},
+    default_impls=(*OURS, "cuda:from_torch", "cuda:native", "flex"), default_dtypes="bfloat16",
+    default_causal=None, baseline="flex", row="block_masks")
 OPS = {
     "attention": ATTENTION,
     "backward": BACKWARD,
@@ -91,6 +103,12 @@ OPS = {
         form=f"{DENSE}, also with ' softcap', ' alibi', ' bias' or ' mask' behind it", more=f"({'|'.join(SCORES)})?",
         default_impls=(*OURS, "torch:cudnn", "torch:flash", "torch:efficient", "flex"), default_dtypes="bfloat16",
         baseline="flex", row="scores"),
+    "block_masks": MASKING,
+    "block_masks_backward": MASKING._replace(title="Attention backward pass with block masks", gradients=backward_of,
+                                             row="block_masks_backward"),
+    "block_masks_build": Op("Building block masks", {"cuda": ["16384", "131072"], "cpu": ["300"]}, Build, "S",
+                            impls=BUILDERS, dtypes=("bool",), default_dtypes="bool", default_causal=None,
+                            baseline="torch:compiled", rate="ms", row="block_masks_build"),
     "decode": DECODING,
     "append": DECODING._replace(title="Appending to caches", shapes={
         "cuda": [size + page for size in (CACHES[1], CACHES[6], CACHES[5]) for page in ("", " page 16")],
@@ -105,7 +123,7 @@ OPS = {
         "cuda": [*(f"{n},{n},{n}" for n in (512, 1024, 2048, 4096, 8192)), "4096,11008,4096", "16,4096,4096"],
         "cpu": ["64,64,64", "128,128,128", "16,128,96"]}, Matmul, "M,N,K",
         impls={"triton": Impl(triton_matmul, backend="triton"), "cublas": Impl(torch.matmul, ("cuda",)),
-               "torch": Impl(torch.matmul, ("cpu",))},
+               "torch": Impl(torch.matmul, ("cpu",))}, default_causal=None,
         baseline="cublas" if torch.cuda.is_available() else "torch", row="matmul"),
 }
 
@@ -148,12 +166,13 @@ def parse_args(program, argv, device, description):
     add("--rounds", count, metavar="N", default=1,
         help="time everything N times over and take the median round, to compare settings (default: %(default)s)")
     add("--json", file(".json"), metavar="FILE", help="write all rows")
-    add("--plot", file(".png", ".svg"), action="append", metavar="FILE", default=[], dest="plots",
-        help="draw TFLOP/s, or GB/s of caches; may be repeated")
+    if op.rate != "ms":
+        add("--plot", file(".png", ".svg"), action="append", metavar="FILE", default=[], dest="plots",
+            help="draw TFLOP/s, or GB/s of caches; may be repeated")
     add("--trace", file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
     add("--profile", action=argparse.BooleanOptionalAction, default=False, help="also print the profiler's tables")
-    parser.set_defaults(causal="no", seqlens=[], host_cost=False, deterministic=False, dropout_p=[])
-    if op.case is not Matmul:
+    parser.set_defaults(causal="no", plots=[], seqlens=[], host_cost=False, deterministic=False, dropout_p=[])
+    if op.default_causal:
         add("--causal", nargs="?", const="yes", default=op.default_causal, choices=CAUSALS,
             help="mask the future (bottom-right aligned); both: with and without (default: %(default)s)")
     if op.seqlens:

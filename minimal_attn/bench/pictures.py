@@ -2,7 +2,7 @@
 
 rates() shows the rows of a run, as its JSON has them. Shapes that differ in their length alone are Lines, all others
 Bars. figure() draws these. Ours have thick lines, filled markers and solid bars, the others thin lines, hollow markers
-and light bars. The colors are those of Okabe and Ito (jfly.uni-koeln.de/color), completed by
+and light bars. masks() shows block masks. The colors are those of Okabe and Ito (jfly.uni-koeln.de/color), completed by
 the "muted" ones of Paul Tol (personal.sron.nl/~pault): readers with any color vision can tell them apart.
 """
 
@@ -14,9 +14,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from matplotlib import rc_context
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
+from ..block_mask import EMPTY, FULL, UNIT
 from .measure import MEASURED
 from .options import OPS
 from .tables import number, place
@@ -44,6 +48,8 @@ STYLES = {name: Style(f"{label} (ours)", color, marker, True) for name, label, c
     ("cuda:sm90", "sm90", VERMILLION, "o"), ("cuda:sm80", "sm80", ORANGE, "^"), ("cuda:dmma", "dmma", PURPLE, "D"),
     ("cuda:simt", "simt", WINE, "v"), ("cuda:host", "host", VERMILLION, "h"), ("cuda", "cuda", VERMILLION, "p"),
     ("cuda:rotary", "cuda with rotary", ORANGE, "p"), ("cuda:attend", "cuda without append", PURPLE, "p"),
+    ("cuda:from_torch", "cuda by torch's BlockMask", PURPLE, "p"),
+    ("cuda:native", "cuda without block mask", OLIVE, "p"),
     ("cuda:apart", "cuda in two calls", ORANGE, "h"), ("cuda:dense", "cuda and flash_attention", PURPLE, "h"),
     ("triton", "triton", BLUE, "s"), ("triton:fp8", "triton in fp8", INDIGO, "s"),
     ("triton:rotary", "triton with rotary", SKY, "s"), ("triton:attend", "triton without append", INDIGO, "s"),
@@ -97,8 +103,9 @@ def parts(row):
                       for x, y in (("nheads", "nheads_k"), ("seqlen_q", "seqlen_k")))
     if row["op"].startswith("varlen"):
         return {"lengths": row["lengths"], "H": heads, "D": str(row["head_dim"])}
-    more = {"window": row.get("window_size", "")[:1], "score": row.get("score"), "prefill": row.get("prefill"),
-            "page": row.get("page_size"), "lengths": "drawn" * (row.get("lengths") == "drawn"),
+    more = {"mask": row.get("mask"), "window": row.get("window_size", "")[:1], "score": row.get("score"),
+            "prefill": row.get("prefill"), "page": row.get("page_size"),
+            "lengths": "drawn" * (row.get("lengths") == "drawn"),
             "with": "sinks" if row["op"] == "sinks" else variant(row)}
     return {"B": str(row["batch_size"]), "H": heads, "S": lengths, "D": str(row["head_dim"])} | {
         name: str(value[0] if isinstance(value, list) else value) for name, value in more.items() if value}
@@ -241,6 +248,41 @@ def common(shapes):
     """{letter: size} of what several shapes have in common."""
     is_alone = len(shapes) == 1
     return {x: size for x, size in shapes[0].items() if not is_alone and all(y.get(x) == size for y in shapes)}
+
+
+# Masks.
+
+SHADES = {"empty unit": "white", "partial unit: hidden": "#E3EFF7", "partial unit: seen": SKY, "full unit": BLUE}
+
+
+def of_gallery(page):
+    """The arguments of draw() for the gallery of a page: masks, and a panel for each snippet, of what it calls `mask`:
+    the heading above it, and a text for each row, in which each key has the index of its shade."""
+    panels, gallery = [], page.partition("\n## Gallery\n")[2]
+    for heading, snippet in re.findall(r"^### (.*?)\n.*?```python\n(.*?)```", gallery, re.DOTALL | re.MULTILINE):
+        exec(snippet, made := {})
+        seen, units = made["mask"].to_dense()[0, 0], made["mask"].units[0, 0]
+        states = units.repeat_interleave(UNIT, 0).repeat_interleave(UNIT, 1)[:seen.shape[0], :seen.shape[1]]
+        shades = torch.where(states == EMPTY, 0, torch.where(states == FULL, 3, 1 + seen.long()))
+        panels.append([heading, ["".join(map(str, row)) for row in shades.tolist()]])
+    return masks, panels
+
+
+def masks(panels):
+    """A figure of panels, as of_gallery() makes them."""
+    made = Figure(figsize=(11, 6.2), dpi=150, layout="constrained")
+    for ax, (heading, rows) in zip(made.subplots(2, len(panels) // 2).flat, panels):
+        ax.imshow([list(map(int, row)) for row in rows], ListedColormap(SHADES.values()), vmin=0, vmax=3,
+                  interpolation="none")
+        ax.set_title(heading, fontsize="medium")
+        ax.set_xticks([x - 0.5 for x in range(0, len(rows[0]), UNIT)], [])
+        ax.set_yticks([y - 0.5 for y in range(0, len(rows), UNIT)], [])
+        ax.tick_params(length=0)
+        ax.grid(color=GRAY, linewidth=0.4)
+    made.suptitle("Rows from top to bottom, keys from left to right", fontsize="medium")
+    made.legend([Patch(facecolor=color, edgecolor=GRAY) for color in SHADES.values()], SHADES, frameon=False,
+                loc="outside lower center", ncols=len(SHADES))
+    return made
 
 
 # Any charts.

@@ -11,7 +11,7 @@ from ..attention import attend, fast_path
 from ..caches import attend_cached
 from ..checks import (NO_WINDOW, autocast, check_max_seqlens, check_number, check_tensor, check_tensor_of, out_dtype,
                       same_sizes, shown, wants_gradient)
-from ..options import Append, Cache, Options
+from ..options import NO_BLOCK_MASK, Append, Cache, Options
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 # Names of arguments and functions in errors, as in checks.py. _names are those of a function that calls another one.
@@ -45,8 +45,8 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
         return_softmax_lse, return_lse: return (out, lse).
         out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result goes there. No gradients.
         s_aux, learnable_sink, sinks: three names of the sinks (H,), those of flash-attn 3, flash-attn 4 and vLLM.
-        q_descale, k_descale, v_descale, qv, attention_chunk, score_mod, mask_mod, aux_tensors: only their defaults are
-            supported; float8 is taken as it is.
+        q_descale, k_descale, v_descale, qv, score_mod, mask_mod, aux_tensors: only their defaults are supported; float8
+            is taken as it is.
         num_splits, pack_gqa, sm_margin, fa_version: change nothing.
         All others: as flash_attention.
 
@@ -61,16 +61,15 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
     window_size = NO_WINDOW if window_size is None else window_size
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(_names, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
-    if (alibi_slopes is out is q_descale is k_descale is v_descale is qv is score_mod is mask_mod is aux_tensors is None
-            and attention_chunk == 0):
-        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size,
-                           (None,) * 4, sinks, dropout_p, softcap, backend)
+    given = Options(None, None, None, None, sinks, alibi_slopes, None, softmax_scale, softcap, -1, -1, attention_chunk,
+                    dropout_p, dropout_seed, False, *NO_BLOCK_MASK, deterministic, True, q_descale, k_descale, v_descale,
+                    return_lse)
+    if out is qv is score_mod is mask_mod is aux_tensors is None:
+        result = fast_path(q, k, v, given, causal, window_size, backend, True)
         if result is not None:
             return (*result, None) if return_attn_probs else result
-    refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
-           attention_chunk=attention_chunk, score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
-    given = Options(sinks=sinks, alibi_slopes=alibi_slopes, softmax_scale=softmax_scale, softcap=softcap,
-                    dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse)
+    refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, score_mod=score_mod,
+           mask_mod=mask_mod, aux_tensors=aux_tensors)
     return _attend(_names, q, k, v, given, out, return_attn_probs, causal, window_size, backend)
 
 
@@ -114,21 +113,20 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
         sinks = one_of(_names, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     check_max_seqlens(max_seqlen_q, max_seqlen_k, _names)
     return_lse = return_lse or return_softmax_lse or return_attn_probs
-    if (alibi_slopes is block_table is page_table is out is q_descale is k_descale is v_descale is qv is score_mod
-            is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k is gather_kv_indices is None
-            and attention_chunk == 0):
-        result = fast_path(q, k, v, causal, softmax_scale, True, return_lse, deterministic, window_size,
-                           (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), sinks, dropout_p, softcap, backend)
+    given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, None, softmax_scale, softcap,
+                    -1, -1, attention_chunk, dropout_p, dropout_seed, False, *NO_BLOCK_MASK, deterministic, True,
+                    q_descale, k_descale, v_descale, return_lse)
+    if (block_table is page_table is out is qv is score_mod is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k
+            is gather_kv_indices is None):
+        result = fast_path(q, k, v, given, causal, window_size, backend, True)
         if result is not None:
             return (*result, None) if return_attn_probs else result
-    refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv,
-           attention_chunk=attention_chunk, score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors,
-           dynamic_causal=dynamic_causal, min_seqlen_k=min_seqlen_k, gather_kv_indices=gather_kv_indices)
+    refuse(_names, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, qv=qv, score_mod=score_mod,
+           mask_mod=mask_mod, aux_tensors=aux_tensors, dynamic_causal=dynamic_causal, min_seqlen_k=min_seqlen_k,
+           gather_kv_indices=gather_kv_indices)
     if cu_seqlens_q is None:
         raise ValueError(f"{_names['function']}: {_names.get('cu_seqlens_q', 'cu_seqlens_q')} must be given; "
                          "flash_attn_func takes batches without it")
-    given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, None, softmax_scale, softcap,
-                    dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse)
     if block_table is not None or page_table is not None:
         return _attend_pages(_names, q, k, v, given, block_table, page_table, max_seqlen_q, num_splits, out,
                              return_attn_probs, causal, window_size, backend)

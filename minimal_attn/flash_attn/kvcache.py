@@ -50,7 +50,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
         k, v: (B, Sn, Hk, D), or with cu_seqlens_k_new (T, Hk, D), packed: new keys and values, which are written into
             the cache at the places from cache_seqlens on, and which q attends to as well. cache_seqlens must be given.
             Without them cu_seqlens_k_new and rotary_interleaved change nothing, nor rotary_seqlens without rotary_cos.
-        qv, q_descale, k_descale, v_descale, attention_chunk: only their defaults are supported.
+        qv, q_descale, k_descale, v_descale: only their defaults are supported.
         scheduler_metadata, pack_gqa, sm_margin, ver, fa_version: change nothing.
         All others: as attention_with_kvcache.
 
@@ -60,8 +60,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
     Raises:
         As attention_with_kvcache. NotImplementedError: also an argument that is not supported yet.
     """
-    refuse(NAMES, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-           attention_chunk=attention_chunk)
+    refuse(NAMES, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     table = one_of(NAMES, page_table=page_table, block_table=block_table)
     sinks = one_of(NAMES, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     names = NAMES if block_table is None else {**NAMES, "page_table": "block_table"}
@@ -79,7 +78,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
         num_new = k.shape[1] if k is not None and not is_packed else 0
         cache_seqlens = _of_each_sample(cache_seqlens, num_new, q, k_cache, table, names, cu_seqlens_q)
     given = Options(cu_seqlens_q, None, None, cache_seqlens, sinks, alibi_slopes, None, softmax_scale, softcap,
-                    return_lse=return_lse or return_softmax_lse)
+                    attention_chunk=attention_chunk, return_lse=return_lse or return_softmax_lse)
     cache = Cache(table, cache_batch_idx, cache_leftpad, None, num_splits, max_seqlen_q)
     append = Append(cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
                     rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved)

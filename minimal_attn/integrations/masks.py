@@ -2,7 +2,7 @@
 
 transformers describes a mask by a function of the indices of a row and a key, and by the padding of the batch.
 make_mask recognizes causal masks, sliding windows and packed sequences, and returns a Mask of them: kernels skip what
-these hide. Any other function becomes a dense mask of bool.
+these hide. Any other function becomes a dense mask of bool or, if that is asked for, a BlockMask.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from ..block_mask import BlockMask, create_block_mask
 from ..checks import NO_WINDOW
 
 HINT = 'This model reads or changes its mask, or adds it to scores itself: use attn_implementation="eager" for it.'
@@ -42,6 +43,7 @@ class Mask:
     # The model has got an attention_mask, which may be all ones: as for eager attention, position_ids then separate no
     # sequences.
     is_padded: bool = False
+    block_mask: BlockMask | None = None  # ours, or torch's; then there are no other tensors
 
     ndim = 4  # generate() asks for it, and calls contiguous()
 
@@ -53,7 +55,7 @@ class Mask:
     @property
     def hides_nothing(self):
         return (not self.causal and self.window == NO_WINDOW and self.num_keys == self.kv_length
-                and self.keys is self.seqused_k is self.cu_seqlens is None)
+                and self.keys is self.seqused_k is self.cu_seqlens is self.block_mask is None)
 
     def contiguous(self):
         return self
@@ -62,8 +64,9 @@ class Mask:
         """This mask with its tensors on another device, for layers that are spread over several."""
         if dtype is not None or isinstance(device, torch.dtype):
             raise NotImplementedError(f"a mask of minimal_attn has no dtype. {HINT}")
-        return dataclasses.replace(self, **{name: x.to(device=device, non_blocking=non_blocking)
-                                            for name, x in vars(self).items() if isinstance(x, Tensor)})
+        moved = {name: x.to(device=device, non_blocking=non_blocking) for name, x in vars(self).items()
+                 if isinstance(x, Tensor)}
+        return dataclasses.replace(self, **moved, block_mask=self.block_mask and self.block_mask.to(device))
 
     def __getattr__(self, name):
         raise AttributeError(f"a mask of minimal_attn has no {name}. {HINT}")
@@ -168,9 +171,10 @@ def attends_itself(config_class) -> bool:
 
 def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
               attention_mask=None, allow_is_causal_skip=True, allow_is_bidirectional_skip=True, use_vmap=False,
-              device="cpu", config=None, **unused):
+              device="cpu", config=None, block_masks=False, **unused):
     """The mask function of transformers' AttentionMaskInterface, with its arguments: a Mask, or a bool tensor (B, 1,
-    q_length, kv_length). NotImplementedError for a config of models that compute their attention themselves.
+    q_length, kv_length). With block_masks, such a tensor of more than one row becomes a BlockMask in a Mask, where the
+    host can read. NotImplementedError for a config of models that compute their attention themselves.
 
     mask_function is one of indices in the sequence, where q_offset and kv_offset are those of the first row and key.
     attention_mask is None, bool (B, keys so far), True where a token is valid, or a Mask, which is returned.
@@ -193,9 +197,25 @@ def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_fun
             allow_is_causal_skip or is_fixed if pattern.causal else allow_is_bidirectional_skip):
         mask = _without_tensor(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, is_fixed,
                                device)
+    if mask is None and block_masks and q_length > 1 and can_read(torch.empty(0, device=device)):
+        mask = Mask(q_length, kv_length, False, NO_WINDOW, kv_length, block_mask=_block_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device))
     return mask if mask is not None else sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, allow_is_causal_skip=False,
         use_vmap=use_vmap, device=device)
+
+
+def _block_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device):
+    """The BlockMask of mask_function and of the padding in attention_mask. Arguments are as of make_mask."""
+    if attention_mask is not None:  # of all keys from the first on
+        attention_mask = pad(attention_mask, (0, int(kv_offset) + kv_length - attention_mask.shape[1]))
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        key = kv_idx + kv_offset
+        seen = mask_function(b, h, q_idx + q_offset, key)
+        return seen if attention_mask is None else seen & attention_mask[b, key]
+
+    return create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device)
 
 
 def _cu_seqlens(is_first):

@@ -12,9 +12,11 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention  # which transformers has imported
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import BACKENDS, flash_attention
+from ..block_mask import BlockMask
 from ..checks import NO_WINDOW, check_choice, shown
 from .masks import Mask, can_read, cu_seqlens_of, make_mask, same_sequence
 
@@ -32,13 +34,16 @@ REFUSED = {
 }
 
 
-def register(name: str = "minimal_attn", *, backend: str = "auto") -> None:
+def register(name: str = "minimal_attn", *, backend: str = "auto", block_masks: bool = False) -> None:
     """Make our attention known to transformers, so that models take attn_implementation=name.
 
     Args:
         name: without "flash", "sdpa", "eager", "flex", "paged" and the characters / | : @, which transformers treats in
-            ways of its own. A name that is registered here already gets the new backend.
+            ways of its own. A name that is registered here already gets the new backend and block_masks.
         backend: of flash_attention.
+        block_masks: masks that would become dense ones, such as those of images in a text, become block masks, as with
+            attn_implementation="flex_attention": less memory, and kernels skip what they hide. Not for models that read
+            or change their mask.
 
     Raises:
         TypeError: a name that is no string. ValueError: a name that is reserved or belongs to something else, or an
@@ -50,9 +55,9 @@ def register(name: str = "minimal_attn", *, backend: str = "auto") -> None:
         raise ValueError(f"name must not be empty nor contain any of {', '.join(RESERVED)}, got {shown(name)}")
     check_choice("backend", backend, ("auto", *BACKENDS))
     found, mask = AttentionInterface().get(name), AttentionMaskInterface().get(name)
-    if getattr(found, "func", found) not in (None, attend) or mask not in (None, make_mask):
+    if getattr(found, "func", found) not in (None, attend) or getattr(mask, "func", mask) not in (None, make_mask):
         raise ValueError(f"name {name!r} is registered with transformers already, by something else")
-    AttentionMaskInterface.register(name, make_mask)
+    AttentionMaskInterface.register(name, functools.partial(make_mask, block_masks=True) if block_masks else make_mask)
     AttentionInterface.register(name, functools.partial(attend, backend=backend))
 
 
@@ -66,8 +71,8 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     Args:
         module: the layer. If is_causal is None, its is_causal counts.
         query: (B, H, Sq, D); key, value: (B, Hk, Sk, D), value also with another head_dim.
-        attention_mask: of make_mask, or a tensor that broadcasts to (B, H, Sq, Sk), as attn_bias of flash_attention.
-            is_causal counts only where it is None.
+        attention_mask: of make_mask, a block_mask of flash_attention, or a tensor that broadcasts to (B, H, Sq, Sk), as
+            attn_bias of flash_attention. is_causal counts only where it is None.
         dropout, scaling, softcap, s_aux, deterministic, backend: dropout_p, sm_scale, softcap, sinks, deterministic and
             backend of flash_attention. None is no softcap and not deterministic.
         position_bias: added to the scores, broadcastable to (B, H, Sq, Sk).
@@ -96,7 +101,7 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
         bias = position_bias
     options = dict(causal=mask.causal, sm_scale=scaling, dropout_p=dropout, deterministic=bool(deterministic),
                    window_size=mask.window, sinks=s_aux, softcap=0 if softcap is None else softcap, attn_bias=bias,
-                   backend=backend)
+                   block_mask=mask.block_mask, backend=backend)
     if cu_seqlens is None:
         out = flash_attention(query, key, value, seqused_q=mask.seqused_q, seqused_k=mask.seqused_k, **options)
     else:  # of sequences that lie one after the other in the flattened batch
@@ -122,6 +127,8 @@ def _mask_and_bias(module, query, key, attention_mask, is_causal, cu_seq_lens_q)
         if causal and rows > 1 and rows != keys and cu_seq_lens_q is None:
             raise ValueError(f"attention_mask must be given where {rows} rows of a causal layer meet {keys} keys")
         return Mask(rows, keys, causal and rows > 1, NO_WINDOW, keys), None
+    if isinstance(attention_mask, (BlockMask, flex_attention.BlockMask)):
+        return Mask(rows, keys, False, NO_WINDOW, keys, block_mask=attention_mask), None
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask must be None, a tensor or a mask of minimal_attn, got {shown(attention_mask)}")
     if attention_mask.ndim != 4:
@@ -135,7 +142,7 @@ def _packing(mask, bias, query, cu_seq_lens_q, cu_seq_lens_k, position_ids):
     the positions, the bias separates the sequences."""
     if mask.cu_seqlens is not None:
         return (mask.cu_seqlens,) * 2, bias
-    has_lengths = bias is not None or mask.seqused_k is not None
+    has_lengths = not (bias is mask.seqused_k is mask.block_mask is None)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if has_lengths:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k cannot be given together with padding or another mask. "

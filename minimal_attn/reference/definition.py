@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
+from ..block_mask import BlockMask, with_tensors
 from ..checks import check_max_seqlens, check_number, check_qkv, checked_options, sum_dtype
 from ..options import Options
 from .dropout import keep_mask, keep_scale
@@ -39,8 +40,9 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
                         cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
                         max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
                         seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
-                        alibi_slopes: Tensor | None = None,
-                        attn_bias: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+                        alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None, attention_chunk: int = 0,
+                        return_max_logits: bool = False,
+                        block_mask: BlockMask | None = None) -> Tensor | tuple[Tensor, ...]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
     The same function as flash_attention, which describes arguments, results and errors: of q (B, H, Sq, D) and k, v
@@ -50,11 +52,12 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     check_qkv(q, k, v, DTYPES)
     check_max_seqlens(max_seqlen_q, max_seqlen_k)
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
-                    dropout_p=dropout_p, dropout_seed=dropout_seed)
-    options = checked_options(given, q, k, causal, window_size, seq_lens)
-    out, lse = reference_forward(*(x if q.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), options)
-    out, lse = (x if q.ndim == 4 else x.squeeze(1) for x in (out, lse))
-    return (out, lse) if return_lse else out
+                    attention_chunk=attention_chunk, dropout_p=dropout_p, dropout_seed=dropout_seed,
+                    return_max_logits=return_max_logits, mask_units=block_mask)
+    options = checked_options(with_tensors(given, q, k), q, k, causal, window_size, seq_lens)
+    out, lse, *more = reference_forward(*(x if q.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), options)
+    result = [x if q.ndim == 4 else x.squeeze(1) for x in ((out, lse, *more) if return_lse else (out, *more))]
+    return tuple(result) if len(result) > 1 else result[0]
 
 
 def without_padding(q, k, v, mask):
@@ -66,11 +69,11 @@ def without_padding(q, k, v, mask):
 
 @without_autocast
 def reference_forward(q, k, v, options):
-    """(out, lse) of checked 4D inputs, as a Backend's forward; not for fp8."""
+    """A Backend's forward; not for fp8."""
     if options.lengths.is_packed:
         return as_padded(reference_forward, q, k, v, options)
     seqlen_q, seqlen_k, acc_dtype = q.shape[2], k.shape[2], sum_dtype(q.dtype)
-    visible = visible_keys(seqlen_q, seqlen_k, options.window, options.lengths, q.device)
+    visible = visible_keys(seqlen_q, seqlen_k, options, q.device)
     if visible is not None:
         q, k, v = without_padding(q, k, v, visible)
     mask, groups = as_attn_mask(q, k, options, visible), q.shape[1] // k.shape[1]  # query heads that share a key head
@@ -96,7 +99,8 @@ def reference_forward(q, k, v, options):
         keep = keep_mask(options.dropout_seed, options.dropout_p, *probabilities.shape, q.device)
         probabilities = probabilities.masked_fill(~keep, 0) * keep_scale(options.dropout_p)
     out = (probabilities @ v).masked_fill(row_max == -math.inf, 0)  # 0, also where V is not finite
-    return out.to(q.dtype), (lse + base).squeeze(-1)
+    output = out.to(q.dtype), (lse + base).squeeze(-1)
+    return (*output, row_max.squeeze(-1)) if options.return_max_logits else output
 
 
 @without_autocast

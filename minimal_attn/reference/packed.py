@@ -70,7 +70,7 @@ def check_mask(name, mask, x):
 
 
 def as_padded(forward, q, k, v, options):
-    """(out, lse) of a packed batch, by a Backend's forward of padded batches: each sample gets rows of its own."""
+    """The result of a packed batch, by a Backend's forward of padded batches: each sample gets rows of its own."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = options.lengths
     begin_q, seqlen_q = begins_and_lengths(cu_seqlens_q, q.shape[2])
     if seqused_q is not None:
@@ -79,11 +79,12 @@ def as_padded(forward, q, k, v, options):
     rows, keys = _padded_rows(begin_q, seqlen_q, q.shape[2]), _padded_rows(begin_k, seqlen_k, k.shape[2])
     lengths = Lengths(seqused_q=seqlen_q.int(), seqused_k=seqlen_k.int())
     padded = (x[0][:, at].transpose(0, 1) for x, at in ((q, rows), (k, keys), (v, keys)))
-    out, lse = forward(*padded, options.with_lengths(lengths))
+    out, *of_rows = forward(*padded, options.with_lengths(lengths))
     sample, row, is_padding = places_of_rows(begin_q, seqlen_q, q.shape[2])
     row = row.clamp(max=out.shape[2] - 1)
     out = out[sample, :, row].transpose(0, 1)[None].masked_fill(is_padding[:, None], 0)
-    return out, None if lse is None else lse[sample, :, row].t()[None].masked_fill(is_padding, float("-inf"))
+    return out, *(x if x is None else x[sample, :, row].t()[None].masked_fill(is_padding, float("-inf"))
+                  for x in of_rows)
 
 
 def with_own_keys(k, v, lengths, max_seqlen_k):

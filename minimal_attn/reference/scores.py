@@ -8,7 +8,9 @@ import math
 
 import torch
 
+from ..block_mask import dense_of
 from ..checks import is_known, sum_dtype, wants_gradient
+from ..options import NO_MASK
 
 
 def positions(seqlen_q, seqlen_k, lengths, device):
@@ -22,13 +24,13 @@ def positions(seqlen_q, seqlen_k, lengths, device):
     return rows, cols, rows + seqlen_k - seqlen_q
 
 
-def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
+def visible_keys(seqlen_q, seqlen_k, options, device):
     """Which keys a row of a padded batch sees: bool, broadcastable to (B, H, Sq, Sk), or None when every row sees every
-    key. window and lengths as in Options."""
-    (left, right), seqused_q, seqused_k = window, lengths.seqused_q, lengths.seqused_k
-    if left < 0 and right < 0 and seqused_q is seqused_k is None:
+    key."""
+    (left, right), seqused_q, seqused_k = options.window, options.seqused_q, options.seqused_k
+    if options.mask == NO_MASK and seqused_q is seqused_k is None:
         return None
-    rows, cols, own = positions(seqlen_q, seqlen_k, lengths, device)
+    rows, cols, own = positions(seqlen_q, seqlen_k, options.lengths, device)
     mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if seqused_q is not None:
         mask = mask & (rows < seqused_q[:, None, None, None])
@@ -38,11 +40,17 @@ def visible_keys(seqlen_q, seqlen_k, window, lengths, device):
         mask = mask & (cols >= own - left)
     if right >= 0:
         mask = mask & (cols <= own + right)
+    if chunk := options.attention_chunk:
+        mask = mask & (cols // chunk == own // chunk)
     return mask
 
 
 def as_attn_mask(q, k, options, visible):
-    """SDPA's attn_mask of ALiBi, attn_bias and visible keys: None, bool or float, broadcastable to (B, H, Sq, Sk)."""
+    """SDPA's attn_mask of ALiBi, attn_bias, a block mask and visible keys: None, bool or float, broadcastable to
+    (B, H, Sq, Sk)."""
+    if options.mask_units is not None:
+        dense = dense_of(options.mask_units, options.mask_bits, q.shape[2], k.shape[2])
+        visible = dense if visible is None else dense & visible
     bias = None if options.attn_bias is None else without_repeats(options.attn_bias)
     if bias is not None and bias.dtype == torch.bool:
         visible, bias = bias if visible is None else bias & visible, None

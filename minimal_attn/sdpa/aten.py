@@ -39,7 +39,7 @@ def _leave_if(*conditions):
 def _attend(q, k, v, scale, window, bias=None, lengths=Lengths()):
     """(out, lse) of q (B, H, Sq, D)."""
     k, v, scale, window = _checked(q, k, v, scale, window)
-    out, lse, slow_because = _build.load().flash_forward(
+    out, lse, _, slow_because = _build.load().flash_forward(
         q, k, v, *Options.of(scale, window, lengths, attn_bias=bias)[:OF_OP + 1])
     if slow_because:
         _warn_slow(slow_because)

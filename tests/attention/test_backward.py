@@ -330,7 +330,7 @@ def test_op_refuses_what_would_read_out_of_bounds(name, change):
     minimal_attn.load()
     q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 12, 16)
     ops, options = torch.ops.minimal_attn, Options.of(0.25)
-    out, lse = ops.flash_forward(q, k, k, *options.of_op())
+    out, lse, _ = ops.flash_forward(q, k, k, *options.of_op())
     given = dict(dout=out, dlse=lse, q=q, k=k, v=k, out=out, lse=lse)
     ops.flash_backward(*given.values(), *options.of_op())
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
@@ -341,7 +341,7 @@ def test_op_refuses_what_would_read_out_of_bounds(name, change):
 def test_op_refuses_gradients_of_what_is_not_given(option):
     minimal_attn.load()
     q, ops, options = torch.randn(2, 4, 8, 16), torch.ops.minimal_attn, Options.of(0.25)
-    out, lse = ops.flash_forward(q, q, q, *options.of_op())
+    out, lse, _ = ops.flash_forward(q, q, q, *options.of_op())
     with pytest.raises(ValueError, match=option):
         ops.flash_backward(out, lse, q, q, q, out, lse, *options.of_op(), **{option: True})
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cases import SEED
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, WITHOUT_DROPOUT, captured
 from minimal_attn import available_backends, flash_attention, flash_attn_func, force_kernel, reference_attention
-from minimal_attn.options import Lengths
+from minimal_attn.options import Lengths, Options
 from minimal_attn.reference.dropout import keep_count, keep_mask, keep_scale, philox, seed_with_origins
 from minimal_attn.reference.scores import visible_keys
 
@@ -244,7 +244,7 @@ def test_kernel_drops_what_keep_mask_says(impl, dtype, shape, options, seed, kin
         want = keep_mask(seed, 0.4, B, H, Sq, Sk, q.device)
     seq_lens = torch.tensor(options["seq_lens"], device=q.device) if "seq_lens" in options else None
     window = -1, 0 if options.get("causal", False) else -1
-    visible = visible_keys(Sq, Sk, window, Lengths(None, None, seq_lens, seq_lens), q.device)
+    visible = visible_keys(Sq, Sk, Options.of(1.0, window, Lengths(None, None, seq_lens, seq_lens)), q.device)
     for mask in masks(q, k, v, 0.4, IMPLEMENTATIONS[impl][0], seed=seed, **options):
         assert mask.equal(want if visible is None else want & visible)
 

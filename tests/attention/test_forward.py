@@ -187,7 +187,7 @@ def test_overlapping_inputs(impl, dtype, strides):
         assert all(map(torch.equal, of_inputs, of_copies))
         op = torch.ops.minimal_attn.triton_forward if impl == "triton" else torch.ops.minimal_attn.flash_forward
         with FakeTensorMode() as mode:
-            fake, _ = op(*(mode.from_tensor(x) for x in inputs), *Options.of(0.25).of_op())
+            fake, *_ = op(*(mode.from_tensor(x) for x in inputs), *Options.of(0.25).of_op())
         assert fake.stride() == op(*inputs, *Options.of(0.25).of_op())[0].stride()
 
 

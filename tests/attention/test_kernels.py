@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -15,15 +16,17 @@ from cases import Case, in_a_new_process, make_inputs
 from conftest import IMPLEMENTATIONS
 from minimal_attn import _build, flash_attention, flash_attn_func, force_kernel, which_kernel
 from minimal_attn.backends import cuda
-from minimal_attn.options import Lengths, Options
+from minimal_attn.checks import empty_outputs
+from minimal_attn.options import OF_OP, Lengths, Options
 
 HALF = torch.float16
+DROPOUT, SINKS = {"dropout_p": 0.1, "dropout_seed": torch.zeros(1, dtype=torch.int64)}, {"sinks": torch.zeros(4)}
 
 
-def choose(q, k=None, v=None, has_dropout=False, capability=90, fast_fp64=True, has_sinks=False, attn_bias=None):
+def choose(q, k=None, v=None, capability=90, fast_fp64=True, **options):
     """(name, why not the fast one) of a GPU that need not be here."""
     k, v = q if k is None else k, q if v is None else v
-    return minimal_attn.load().which_kernel(q, k, v, has_dropout, capability, fast_fp64, has_sinks, attn_bias=attn_bias)
+    return minimal_attn.load().which_kernel(q, k, v, *Options(**options)[:OF_OP + 1], capability, fast_fp64)
 
 
 def qkv(D=64, dtype=HALF, device="cpu", layout="bhsd", H=4):
@@ -49,13 +52,12 @@ def test_which_kernel_for_fp32(layout):
 
 
 def test_which_kernel_with_options_and_v_of_another_head_dim():
-    bias = torch.zeros(1, 1, 1, 1).half()
+    bias, chunks, maxima = torch.zeros(1, 1, 1, 1).half(), {"attention_chunk": 8}, {"return_max_logits": True}
     for dtype, D, head_dim_v, options, kernel in (
-            (HALF, 64, 64, {"has_dropout": True}, "sm90"), (HALF, 64, 64, {"has_sinks": True}, "sm90"),
-            (HALF, 64, 64, {"has_dropout": True, "attn_bias": bias}, "sm80"),
-            (HALF, 64, 64, {"has_dropout": True, "capability": 80}, "sm80"),
-            (torch.float32, 64, 64, {"has_dropout": True}, "simt"),
-            (torch.float32, 64, 64, {"has_sinks": True}, "simt"),
+            *((HALF, 64, 64, x, "sm90") for x in (DROPOUT, SINKS, chunks, maxima, {**chunks, **maxima})),
+            (HALF, 64, 64, {**DROPOUT, "attn_bias": bias}, "sm80"), (HALF, 64, 64, {**chunks, "softcap": 2.0}, "sm80"),
+            (HALF, 64, 64, {**DROPOUT, **maxima}, "sm80"), (HALF, 64, 64, {**DROPOUT, "capability": 80}, "sm80"),
+            *((torch.float32, 64, 64, x, "simt") for x in (DROPOUT, SINKS, chunks, maxima)),
             (HALF, 192, 128, {}, "sm90"), (HALF, 8, 256, {}, "sm90"), (torch.float32, 128, 36, {}, "dmma"),
             (torch.float32, 32, 64, {}, "dmma"), (torch.float32, 32, 8, {}, "simt"),
             (torch.float32, 64, 132, {}, "simt")):
@@ -165,7 +167,7 @@ def test_force_kernel():
     with force_kernel("simt"):
         assert choose(q, k, v) == choose(*qkv(D=20)) == ("simt", None)  # whoever forces it needs no warning
     with force_kernel("sm80"):
-        assert choose(q, k, v) == choose(q, k, v, has_dropout=True) == ("sm80", None)
+        assert choose(q, k, v) == choose(q, k, v, **DROPOUT) == ("sm80", None)
     with force_kernel("sm90"):
         for tensors in (qkv(8), qkv(256, torch.bfloat16, layout="bshd"), qkv(72, layout="slice"),
                         (q, k[:, :1].expand_as(k), v[:1].expand_as(v))):
@@ -185,7 +187,7 @@ def test_force_kernel_that_cannot_serve_says_why():
     refused("dmma", "head_dim is over 128", *qkv(256, torch.float32))
     refused("dmma", "head_dim is not a multiple of 16 bytes", *qkv(30, torch.float32))
     refused("dmma", "the GPU, or what this build holds for it", *qkv(64, torch.float32), capability=100)
-    refused("dmma", "it has no dropout", *qkv(dtype=torch.float32), has_dropout=True)
+    refused("dmma", "it has no sinks, and none of: dropout; softcap", *qkv(dtype=torch.float32), **DROPOUT)
 
 
 def test_what_tma_cannot_read_is_for_sm80():
@@ -220,8 +222,7 @@ def test_biases_of_sm90():
         assert choose(q, k, v, attn_bias=given) == ("sm80", None)
         refused("sm90", why_not, q, k, v, attn_bias=given)
     assert choose(*qkv(dtype=torch.float32), attn_bias=bias.float()[..., :40]) == ("simt", None)
-    refused("sm90", "its forward pass has no dropout with softcap, alibi_slopes or attn_bias", q, k, v,
-            has_dropout=True, attn_bias=bias[..., :40])
+    refused("sm90", "its forward pass takes no two of: dropout; softcap", q, k, v, **DROPOUT, attn_bias=bias[..., :40])
 
 
 def forced():
@@ -262,7 +263,8 @@ def test_minimal_attn_kernel_variable_is_read_at_load():
     code = """
 import os, minimal_attn, torch
 q = torch.empty(1, 1, 8, 64, dtype=torch.float16)
-choose = lambda: minimal_attn.load().which_kernel(q, q, q, capability=90)[0]
+options = minimal_attn.options.Options()[:minimal_attn.options.OF_OP + 1]
+choose = lambda: minimal_attn.load().which_kernel(q, q, q, *options, 90, True)[0]
 print(choose())
 os.environ["MINIMAL_ATTN_KERNEL"] = "simt"
 print(choose())
@@ -282,25 +284,19 @@ def slow_library(monkeypatch):
     library = minimal_attn.load()
 
     def slow_forward(forward):
-        return lambda *inputs: (*forward(*inputs)[:2], "of a test")
-
-    def fast_forward(warn_slow, q, *rest):
-        warn_slow("of a test")
-        return q
+        return lambda *inputs: (*forward(*inputs)[:-1], "of a test")
 
     slow = types.SimpleNamespace(has_cuda=False, flash_forward=slow_forward(library.flash_forward),
                                  differentiable_forward=slow_forward(library.differentiable_forward))
     monkeypatch.setattr(_build, "load", lambda: slow)
     cuda._warn_slow.cache_clear()
-    yield types.FunctionType(fast_forward.__code__, vars(cuda))  # no frame of this file, as in C++
+    yield
     cuda._warn_slow.cache_clear()
 
 
-@pytest.mark.parametrize("way", ["eager", "gradients", "fast path"])
-def test_slow_kernel_warns_once_at_the_callers_line(way, slow_library, monkeypatch):
+@pytest.mark.parametrize("way", ["eager", "gradients"])
+def test_slow_kernel_warns_once_at_the_callers_line(way, slow_library):
     q, k, v = (x.requires_grad_(way == "gradients") for x in qkv())
-    if way == "fast path":
-        monkeypatch.setattr(cuda, "_fast_forward", slow_library)
     for call in (flash_attention, flash_attn_func):
         cuda._warn_slow.cache_clear()
         with pytest.warns(UserWarning) as caught:
@@ -331,32 +327,27 @@ def test_which_kernel_on_the_cpu():
 
 
 def test_which_kernel_tells_csrc_what_decides(monkeypatch):
-    """Dropout, sinks, scores and strides; a packed batch has none between its samples."""
     told = []
-
-    def answer(q, k, v, has_dropout, has_sinks, has_scores, attn_bias):
-        told.append((q.stride(0), has_dropout, has_sinks, has_scores, attn_bias is not None))
-        return "simt", None
-
-    monkeypatch.setattr(_build, "load", lambda: types.SimpleNamespace(which_kernel=answer))
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    library = types.SimpleNamespace(which_kernel=lambda q, k, v, *options: told.append(options[:-2]) or ("simt", None))
     q = torch.empty(4 * 40 * 64, dtype=HALF).as_strided((1, 4, 40, 64), (3, 2560, 64, 1))
-    which_kernel(q, q, q, dropout_p=0.1)
-    which_kernel(q, q, q, sinks=torch.zeros(4), cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS)
-    which_kernel(q, q, q, softcap=2.0)
-    which_kernel(q, q, q, attn_bias=torch.zeros(40, dtype=HALF))
-    assert told == [(3, True, False, False, False), (10240, False, True, False, False), (3, False, False, True, False),
-                    (3, False, False, False, True)]
+    assert choose(q)[0] == "simt"
+    assert choose(q, cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS) == ("sm90", None)  # no samples to stride over
+    monkeypatch.setattr(_build, "load", lambda: library)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    given = {"dropout_p": 0.1, **SINKS, "softcap": 2.0, "attn_bias": torch.zeros(40, dtype=HALF), "attention_chunk": 8,
+             "return_max_logits": True, "seqused_k": LENGTHS[:1]}
+    for name, value in given.items():
+        which_kernel(q, q, q, **{name: value})
+    for name, options in zip(given, told, strict=True):
+        changed = {field for field, x, default in zip(Options._fields, options, Options())
+                   if x is not default and x != default}
+        assert changed - {"softmax_scale", "dropout_seed"} == {name}
 
 
-def no_warning(reason):
-    raise AssertionError(reason)
-
-
-def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, warn_slow=no_warning,
-         window_size=(-1, -1), lengths=Lengths(), sinks=None):
-    return minimal_attn.load().fast_forward(warn_slow, q, k, v, causal, scale, seq_major, return_lse, False,
-                                            window_size, lengths, sinks)
+def fast(q, k, v, causal=False, scale=None, seq_major=False, return_lse=False, window_size=(-1, -1), lengths=Lengths(),
+         **options):
+    given = Options(*lengths, softmax_scale=scale, return_lse=return_lse, **options)
+    return minimal_attn.load().fast_forward(q, k, v, given, causal, window_size, seq_major)
 
 
 def test_fast_path_refuses_cpu_tensors():
@@ -391,7 +382,7 @@ def test_fast_path_gives_the_same_bits(dtype):
     cuda._load_ops()
     for causal, scale in ((False, None), (True, 0.3), (True, -0.5), (False, 0.0)):
         options = Options.of(0.125 if scale is None else scale, (-1, 0 if causal else -1)).of_op()
-        want, want_lse = torch.ops.minimal_attn.flash_forward(q, k, v, *options)
+        want, want_lse, _ = torch.ops.minimal_attn.flash_forward(q, k, v, *options)
         out, lse = fast(q, k, v, causal, scale, return_lse=True)
         assert out.equal(want) and lse.equal(want_lse) and fast(q, k, v, causal, scale).equal(want)
         rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
@@ -415,13 +406,20 @@ def test_fast_path_takes_windows_lengths_and_sinks(gpu, sinks_dtype):
     cu_seqlens = torch.tensor([0, 9, 9, 40], dtype=torch.int32, device="cuda")
     lengths = Lengths(cu_seqlens, cu_seqlens)
     q, k, v = (x[:1] for x in (q, k, v))
-    out, lse = torch.ops.minimal_attn.flash_forward(q, k, v, *Options.of(0.125, (-1, 0), lengths, sinks=sums).of_op())
+    options = Options.of(0.125, (-1, 0), lengths, sinks=sums).of_op()
+    out, lse, _ = torch.ops.minimal_attn.flash_forward(q, k, v, *options)
     rows = [x[0].transpose(0, 1) for x in (q, k, v)]  # (T, H, D)
     for tensors, seq_major in (((q, k, v), False), (rows, True)):
         got = fast(*tensors, True, 0.125, seq_major, True, lengths=lengths, sinks=sinks)
         assert got[0].equal(out[0].transpose(0, 1) if seq_major else out) and got[1].equal(lse[0] if seq_major else lse)
     assert fast(*(x.transpose(1, 2) for x in (q, k, v)), True, 0.125, True, lengths=lengths) is None  # 4D and packed
     assert fast(*rows, True, 0.125, True) is None  # 3D and not packed
+    assert fast(*gpu, softcap=0, dropout_p=0.0, attention_chunk=0) is not None
+    x = torch.ones(1, 4, 1, 1, device="cuda")
+    for others in (dict(softcap=2.0), dict(attention_chunk=8), dict(attention_chunk=False), dict(dropout_p=0.1),
+                   dict(dropout_p=None), dict(return_max_logits=True), dict(return_max_logits=0), dict(attn_bias=x),
+                   dict(deterministic=0), dict(alibi_slopes=x.flatten()), dict(k_descale=x[..., 0, 0])):
+        assert fast(*gpu, **others) is None
 
 
 @pytest.mark.gpu
@@ -432,7 +430,7 @@ def test_fast_path_gives_the_same_gradients(seq_major):
     inputs = [x.requires_grad_() for x in qkv(device="cuda")]
     dout = torch.randn_like(inputs[0])
     dlse = torch.randn(dout.shape[:3], device="cuda")
-    outputs = torch.ops.minimal_attn.flash_forward(*inputs, *Options.of(0.3, (-1, 0)).of_op())
+    *outputs, _ = torch.ops.minimal_attn.flash_forward(*inputs, *Options.of(0.3, (-1, 0)).of_op())
     want = torch.autograd.grad(outputs, inputs, (dout, dlse))
     rows = [x.transpose(1, 2) if seq_major else x for x in inputs]
     out, lse = fast(*rows, True, 0.3, seq_major, return_lse=True)
@@ -505,17 +503,30 @@ def test_fast_path_refuses(gpu):
 
 
 @pytest.mark.gpu
-def test_fast_path_hands_over_the_reason(gpu):
-    said, slow = [], qkv(D=20, device="cuda")
-    out = fast(*slow, warn_slow=said.append)
-    assert said == ["head_dim is not a multiple of 16 bytes"]
-    torch.testing.assert_close(out, flash_attention(*slow, backend="reference"), rtol=1e-2, atol=1e-2)
-    with force_kernel("simt"):
-        assert fast(*slow).equal(out)
+@pytest.mark.parametrize("D, head_dim_v, layout", [(20, 20, "bhsd"), (65, 64, "bshd"), (64, 100, "bhsd"),
+                                                    (64, 64, "odd"), (127, 127, "slice")])
+def test_unaligned_calls_are_served_by_copies(gpu, D, head_dim_v, layout):
+    """Without a warning, and with gradients; by torch.compile too."""
+    q, k, _ = given = qkv(D, device="cuda", layout=layout)
+    v = qkv(head_dim_v, device="cuda", layout=layout)[2]
+    assert fast(q, k, v) is None
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    results = []
+    for attend in (flash_attention, torch.compile(flash_attention, backend="eager", fullgraph=True)):
+        with warnings.catch_warnings(action="error", category=UserWarning):
+            out, lse = attend(*inputs, causal=True, return_lse=True, backend="cuda")
+        assert out.stride() == empty_outputs(q, v)[0].stride()
+        results.append((out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), inputs)))
+    out, lse = flash_attention(*inputs, causal=True, return_lse=True, backend="reference")
+    want = out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), inputs)
+    for x, again, ref in zip(*results, want):
+        assert x.shape == ref.shape
+        torch.testing.assert_close(x, ref, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(again, ref, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("attn_bias", [torch.zeros(1, 1, 8, 8, dtype=torch.int32), torch.zeros(1, 1, 3, 8)])
 def test_which_kernel_checks_the_bias(attn_bias):
     q = torch.randn(1, 2, 8, 16)
     with pytest.raises(ValueError, match="attn_bias"):
-        minimal_attn.load().which_kernel(q, q, q, attn_bias=attn_bias)
+        choose(q, attn_bias=attn_bias)

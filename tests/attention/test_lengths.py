@@ -56,6 +56,8 @@ class Batch:
     spare: int = 0  # rows and keys behind the last packed sample
     sm_scale: Optional[float] = None
     softcap: float = 0.0
+    chunk: int = 0
+    has_max: bool = False  # return_max_logits
 
     def __str__(self):
         return self.name
@@ -95,8 +97,8 @@ class Batch:
 
     def options(self, device):
         seed = torch.tensor([SEED], device=device) if self.dropout_p else None
-        return dict(causal=self.causal, sm_scale=self.sm_scale, window_size=self.window, dropout_p=self.dropout_p,
-                    dropout_seed=seed, **self.lengths(device))
+        return dict(causal=self.causal, sm_scale=self.sm_scale, window_size=self.window, attention_chunk=self.chunk,
+                    dropout_p=self.dropout_p, dropout_seed=seed, **self.lengths(device))
 
 
 BATCHES = [
@@ -128,6 +130,20 @@ BATCHES = [
           is_packed=False),
     Batch("D128", (70, 9, 130), (64, 40, 200), window=(50, -1), causal=True, D=128),
     Batch("D256", (70, 9), (64, 40), window=(20, 5), D=256),
+    Batch("chunks", (70,) * 2, (150,) * 2, is_packed=False, chunk=16),
+    Batch("chunks_causal", (200,) * 2, (200,) * 2, causal=True, is_packed=False, chunk=50, D=64, layout="bshd"),
+    Batch("chunks_more_rows", (70,) * 3, (40,) * 3, (70, 30, 50), (40, 1, 33), causal=True, is_packed=False, chunk=7),
+    Batch("chunks_packed", (5, 70, 1, 40, 0), (9, 33, 33, 90, 5), window=(20, 2), chunk=24, has_sinks=True),
+    Batch("chunks_of_one", (20,), (33,), chunk=1, D=8),
+    Batch("chunks_dropout", (5, 17, 140), (9, 33, 141), causal=True, dropout_p=0.3, chunk=64, D=128),
+    Batch("chunks_below_0", (5, 17, 140), (9, 33, 141), causal=True, dropout_p=0.3, chunk=64, D=64, sm_scale=-0.3),
+    Batch("chunk_of_all", (40,) * 2, (70,) * 2, causal=True, is_packed=False, chunk=2**40),
+    Batch("max", (70,) * 2, (150,) * 2, causal=True, is_packed=False, has_max=True, D=64),
+    Batch("max_packed", (5, 17, 130, 0), (9, 0, 200, 7), window=(60, 0), has_max=True, has_sinks=True, D=128, spare=5),
+    Batch("max_seqused", (40,) * 3, (70,) * 3, seqused_q=(30, 0, 40), seqused_k=(7, 70, 0), is_packed=False,
+          has_max=True, sm_scale=-0.3, layout="bshd"),
+    Batch("max_dropout", (5, 17, 40), (9, 33, 41), dropout_p=0.3, softcap=2.0, has_max=True),
+    Batch("max_D256_128", (70, 9), (64, 40), chunk=20, D=256, head_dim_v=128, has_max=True),
     Batch("sinks", (40,) * 2, (70,) * 2, causal=True, is_packed=False, has_sinks=True),
     Batch("sinks_more_rows", (70,) * 2, (40,) * 2, window=(9, 0), is_packed=False, has_sinks=True, layout="bshd"),
     Batch("sinks_packed", (5, 17, 70, 0), (9, 0, 33, 7), causal=True, has_sinks=True),
@@ -146,9 +162,10 @@ GATE = {"packed_causal", "empty_samples", "seqused_both", "shared_keys", "packed
         "window_dropout", "window_3_0_40_100", "window_0_5_100_40", "static_cache", "padded_seqused_q",
         "padded_seqused_window",
         "sinks_more_rows", "sinks_packed", "sinks_seqused_dropout", "v_narrow", "v_wide", "v_packed_window",
-        "v_dropout_sinks", "split"}
+        "v_dropout_sinks", "split", "chunks_causal", "chunks_more_rows", "chunks_packed", "chunks_below_0", "max_packed",
+        "max_dropout"}
 GATE_OF_TWIN = GATE - ({"shared_keys", "window_3_0_40_100", "window_0_5_100_40", "sinks_more_rows", "v_narrow",
-                        "v_dropout_sinks"} if not HAS_GPU else set())
+                        "v_dropout_sinks", "chunks_causal", "max_packed"} if not HAS_GPU else set())
 
 
 def make(batch, dtype, device, seed=0):
@@ -180,11 +197,12 @@ def window_of(batch):
     return batch.window[0], 0 if batch.causal else batch.window[1]
 
 
-def by_loop(batch, q, k, v, sinks=None, alibi_slopes=None, attn_bias=None):
-    """(out, lse) in fp64, one sample after the other."""
+def by_loop(batch, q, k, v, sinks=None, alibi_slopes=None, attn_bias=None, seen=None):
+    """(out, lse, max_logits) in fp64, one sample after the other. seen: one more mask, (B, H, Sq, Sk), or None."""
     q, k, v = (x.double() for x in (q, k, v))
     sinks = q.new_full((batch.H,), -math.inf) if sinks is None else sinks.double()
     out, lse = q.new_zeros(batch.shapes()[3]), q.new_full(q.shape[:3], -math.inf)
+    max_logits = lse.clone()
     left, right = (math.inf if n < 0 else n for n in window_of(batch))
     for sample, (b, rows, keys) in enumerate(batch.samples()):
         seqlen_q, seqlen_k = rows.stop - rows.start, keys.stop - keys.start
@@ -193,7 +211,8 @@ def by_loop(batch, q, k, v, sinks=None, alibi_slopes=None, attn_bias=None):
         if batch.softcap:
             scores = batch.softcap * (scores / batch.softcap).tanh()
         place = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
-        before = (place - torch.arange(seqlen_k, device=q.device)).double()
+        key = torch.arange(seqlen_k, device=q.device)
+        before = (place - key).double()
         if alibi_slopes is not None:
             slopes = alibi_slopes.double().expand(len(batch.rows), -1)[sample]
             scores = scores - slopes[:, None, None] * before.abs()
@@ -202,7 +221,14 @@ def by_loop(batch, q, k, v, sinks=None, alibi_slopes=None, attn_bias=None):
             bias = bias[sample, :, :seqlen_q, :seqlen_k]
             scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
         is_hidden = (before > left) | (-before > right) | (scores == -math.inf)
-        scores = torch.cat([scores.masked_fill(is_hidden, -math.inf), sinks[:, None, None].expand(-1, seqlen_q, 1)], 2)
+        if batch.chunk:
+            is_hidden |= place // batch.chunk != key // batch.chunk
+        if seen is not None:
+            is_hidden = is_hidden | ~seen[sample, :, :seqlen_q, :seqlen_k]
+        scores = scores.masked_fill(is_hidden, -math.inf)
+        if seqlen_k:
+            max_logits[b, :, rows] = scores.detach().amax(2)
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, seqlen_q, 1)], 2)
         is_empty = (scores == -math.inf).all(2)
         total = scores.masked_fill(is_empty[..., None], 0).logsumexp(2)
         p = (scores - total[..., None]).exp()[..., :-1]
@@ -211,7 +237,7 @@ def by_loop(batch, q, k, v, sinks=None, alibi_slopes=None, attn_bias=None):
             kept = keep_mask(seed, batch.dropout_p, sample + 1, batch.H, seqlen_q, seqlen_k, q.device)
             p = p * kept[sample] * keep_scale(batch.dropout_p)
         out[b, :, rows], lse[b, :, rows] = p @ vs, total.masked_fill(is_empty, -math.inf)
-    return out, lse
+    return out, lse, max_logits
 
 
 def run(impl, batch, q, k, v, sinks=None, **options):
@@ -227,28 +253,31 @@ def as_taken(bias, impl, seqlen_k=9):
     return torch.nn.functional.pad(bias, (0, 16 - seqlen_k % 16))[..., :seqlen_k]
 
 
-def check_batch(impl, batch, dtype, seed=0):
-    """out, lse and all gradients."""
+def check_batch(impl, batch, dtype, seed=0, seen=None, **options):
+    """out, lse and all gradients. seen: the mask of by_loop that flash_attention gets in options."""
     backend, device = IMPLS[impl]
     *qkv, dout, dlse = make(batch, dtype, device, seed)
     given = dict(zip("qkv", qkv)) | dict(zip(["sinks"], make_sinks(batch, dtype, device, seed)))
     given |= batch.tensors(dtype, device, seed)
     doubles = {name: x.double().clone().requires_grad_() for name, x in given.items()
                if name != "alibi_slopes" and x.is_floating_point()}
-    want_out, want_lse = by_loop(batch, **given | doubles)
+    want_out, want_lse, want_max = by_loop(batch, **given | doubles, seen=seen)
     # Rows without a key and a sink get nothing, whatever q, dout and dlse hold there. A bias is added to what q gives.
     sees = want_lse > -math.inf
-    for x in (given["q"], dout, dlse[..., None]) if "attn_bias" not in given else ():
+    for x in (given["q"], dout, dlse[..., None]) if "attn_bias" not in given and seen is None else ():
         x.masked_fill_(~sees[..., None], math.nan)
     leaves = [given[name].requires_grad_() for name in doubles]
     taken = {"attn_bias": as_taken(given["attn_bias"], impl, qkv[1].shape[2])} if "attn_bias" in given else {}
-    out, lse = flash_attention(**given | taken, **batch.options(device), softcap=batch.softcap, return_lse=True,
-                               backend=backend)
-    assert out.dtype == dtype
-    close(out, want_out.detach(), TOLERANCE[dtype])
+    out, lse, *more = flash_attention(**given | taken, **batch.options(device), softcap=batch.softcap, return_lse=True,
+                                      return_max_logits=batch.has_max, backend=backend, **options)
+    assert out.dtype == dtype and len(more) == batch.has_max
     # NVIDIA's tanh has 11 bits.
-    close(lse, want_lse.detach(), 1e-10 if dtype == torch.float64 else 3e-3 if batch.softcap and dtype.itemsize == 2
-          else 1e-5)
+    of_scores = 1e-10 if dtype == torch.float64 else 3e-3 if batch.softcap and dtype.itemsize == 2 else 1e-5
+    for max_logits in more:
+        assert not max_logits.requires_grad
+        close(max_logits, want_max, of_scores)
+    close(out, want_out.detach(), TOLERANCE[dtype])
+    close(lse, want_lse.detach(), of_scores)
     want = [None] * len(leaves)
     if sees.any():
         results, upstream = zip(*((x, dx.double().nan_to_num()) for x, dx in ((want_out, dout), (want_lse, dlse))
@@ -270,6 +299,15 @@ def test_against_a_loop(impl, batch, poisoned_outputs):
     if impl == "triton" and not HAS_GPU and batch.name not in GATE:
         pytest.skip("Triton's interpreter has those of the gate")
     check_batch(impl, batch, DTYPES[impl])
+
+
+@each_impl
+def test_max_logits_are_nan_where_a_score_is(impl):
+    backend, device = IMPLS[impl]
+    q, k, v, _, _ = make(Batch("any", (20,), (150,), is_packed=False, D=64), DTYPES[impl], device)
+    k[0, 0, 70] = math.nan
+    _, got = flash_attention(q, k, v, return_max_logits=True, backend=backend)
+    assert got[:, :2].isnan().all() and got[:, 2:].isfinite().all()
 
 
 BLOCKS = (70, 1, 130), (150, 40, 65)  # rows and keys of samples that are longer than a block
@@ -321,7 +359,7 @@ def drawn_batches(draw, impl, head_dims=()):
     return Batch("drawn", tuple(rows), tuple(keys), seqused_q, seqused_k, begin_k, (draw(bound), draw(bound)),
                  draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 0.3])),
                  is_packed, Hk * group, Hk, D, draw(st.sampled_from(layouts)), head_dim_v,
-                 draw(st.booleans()))
+                 draw(st.booleans()), chunk=draw(st.sampled_from([0, 0, 1, 7, 64])), has_max=draw(st.booleans()))
 
 
 def check_drawn_batches(impl, seed, max_examples, batches, check_one=check_batch):
@@ -521,7 +559,7 @@ def test_ops_clamp(impl, lengths):
     q, k, v = (make_tensor((B, 2, n, 40), DTYPES[impl], device, generator=torch.Generator().manual_seed(0))
                for n in (20, 40, 40))
     options = Options.of(0.2, (9, 3), Lengths(*(x if x is None else x.to(device) for x in lengths)))
-    out, lse = op_of(impl)[0](q, k, v, *options.of_op())
+    out, lse, _ = op_of(impl)[0](q, k, v, *options.of_op())
     want, want_lse = reference_forward(q, k, v, options)
     close(out, want.double(), TOLERANCE[out.dtype])
     close(lse, want_lse.double(), 1e-5)
@@ -534,7 +572,7 @@ def test_ops_survive_what_does_not_ascend(impl):
     forward, backward = op_of(impl)
     for values in ((0, 40, 20, 50), (0, 50, 0, 10), (0, -7, 2**31 - 1, 3)):
         options = Options.of(0.2, (9, -1), Lengths(*[ints(*values, device=device)] * 2)).of_op()
-        out, lse = forward(q, q, q, *options)
+        out, lse, _ = forward(q, q, q, *options)
         assert not out.isnan().any()
         backward(q, None, q, q, q, out, lse, *options)
         if impl != "triton":  # whose blocks never wait for one another
@@ -564,7 +602,7 @@ def test_cuda_graph_with_other_lengths_in_each_replay(impl, monkeypatch):
             if x is not None:
                 lengths[name].copy_(x)
         doubles = [x.detach().double().requires_grad_() for x in inputs]
-        out, _ = by_loop(other, *doubles)
+        out, *_ = by_loop(other, *doubles)
         want = out.detach(), *torch.autograd.grad(out, doubles, dout.double())
         for _ in range(2):  # twice, for what a replay leaves behind in its workspace
             graph.replay()

@@ -82,7 +82,7 @@ def test_strides(dtype):
 
 def run(a, b, config, monkeypatch):
     """triton_matmul with a config of one's own."""
-    monkeypatch.setattr(matmul, "tile_config", lambda *_: config)
+    monkeypatch.setattr(matmul, "_ranked", lambda *_: [config])
     monkeypatch.setattr(matmul, "_plans", {})
     return triton_matmul(a, b, use_autotune=False)
 
@@ -210,7 +210,7 @@ def test_descriptors():
     for y, dim in ((x[:, :48], 1), (x[:, :48].T, 0)):
         assert matmul._contiguous_dim(y) == dim
         tile, block = matmul._tile(y, dim, 16, 32)
-        described = launching._descriptor(launching._TileMap(tile, block), y.data_ptr())
+        described = launching._TileMap(tile, block).at(y.data_ptr())
         assert described.base.data_ptr() == x.data_ptr() and described.base.dtype == torch.float16
         assert tuple(described.shape) == (40, 48) and tuple(described.strides) == (64, 1)
         assert tuple(described.block_shape) == ((16, 32) if dim == 1 else (32, 16))

@@ -178,7 +178,7 @@ def test_flash_attn_varlen_func(impl):
     assert_close(packed, out)
 
 
-REFUSED = "q_descale", "k_descale", "v_descale", "qv", "attention_chunk", "score_mod", "mask_mod", "aux_tensors"
+REFUSED = "q_descale", "k_descale", "v_descale", "qv", "score_mod", "mask_mod", "aux_tensors"
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "dynamic_causal", "min_seqlen_k", "gather_kv_indices"])
@@ -190,7 +190,7 @@ def test_what_is_not_there_is_refused_by_name(name):
     for function, call in calls.items():
         assert call(**{name: None}).equal(call())
         with pytest.raises(NotImplementedError, match=f"^{function}: {name} is not supported yet"):
-            call(**{name: 16 if name == "attention_chunk" else torch.ones(4)})
+            call(**{name: torch.ones(4)})
 
 
 def test_flash_attn_bad_input():
@@ -232,8 +232,7 @@ def test_keywords_of_functions_of_packed_tensors(name):
     if is_varlen:
         used = dict(seqused_q=ints(2, 6), seqused_k=ints(4, 3))
         assert call(*given, **used, scheduler_metadata=ints(0)).equal(whole(q, k, v, *lengths, **used))
-    for error, said, bad in [(NotImplementedError, ": attention_chunk", dict(attention_chunk=3)),
-                             (NotImplementedError, ": mask_mod", dict(mask_mod=len)),
+    for error, said, bad in [(NotImplementedError, ": mask_mod", dict(mask_mod=len)),
                              (TypeError, ": s_aux and sinks", dict(s_aux=sinks, sinks=sinks))]:
         with pytest.raises(error, match=f"^{name}{said}"):
             call(*given, **bad)

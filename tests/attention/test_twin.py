@@ -154,7 +154,7 @@ def test_fp8_of_batches(batch):
             x[b, :, part] *= factor
     sinks, = make_sinks(batch, torch.float32, DEVICE) or [None]
     scores = batch.tensors(torch.float32, DEVICE, seed=1)
-    want, want_lse = by_loop(batch, *exact, sinks, **scores)
+    want, want_lse, _ = by_loop(batch, *exact, sinks, **scores)
     options = batch.options(DEVICE) | descales | scores | dict(sinks=sinks, softcap=batch.softcap, return_lse=True)
     for backend in ("triton", "reference"):
         out, lse = flash_attention(q, k, v, **options, backend=backend)
@@ -171,13 +171,14 @@ def test_nan_of_hidden_keys_in_fp8():
                for heads, n in ((2, 4), (1, 100), (1, 100)))
     lengths = Lengths(None, None, ints(4, 3, device=DEVICE), ints(100, 70, device=DEVICE))
     options = Options.of(0.3, (4, 0), lengths)
-    want = twin.run(q, k, v, options)
+    want = twin.run(q, k, v, options)[:2]
     for x in k, v:
         for b, end in enumerate((92, 63)):
             x.view(torch.uint8)[b, :, :end] = 0x7f  # NaN
     assert all(map(torch.equal, twin.run(q, k, v, options), want))
     # The interpreter takes another way, without this copy.
-    assert not twin.transposed(v.half() if not HAS_GPU else v, 4, options.lengths, (4, 0)).isnan().any()
+    mask = launching.mask_of(options)
+    assert not twin.transposed(v.half() if not HAS_GPU else v, 4, options.lengths, mask).isnan().any()
 
 
 # One dtype of each size: the others have the same tiles, and test_forward.py and test_fp8 run them.
@@ -205,7 +206,7 @@ def test_every_tile(dtype, head_dim, config):
         q, k, v = make_inputs(case, torch.float32 if dtype in FP8_DTYPES else dtype, DEVICE)
         if dtype in FP8_DTYPES:
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        out, lse = run(q, k, v, Options.of(1 / math.sqrt(case.D), (-1, 0 if case.causal else -1)), config)
+        out, lse, _ = run(q, k, v, Options.of(1 / math.sqrt(case.D), (-1, 0 if case.causal else -1)), config)
         truth, lse_truth = exact(case, q, k, v)
         if dtype in FP8_DTYPES:
             check_error(out, truth, fp8_base(case, *(x.double() for x in (q, k, v)), dtype))
@@ -310,7 +311,7 @@ def test_nan_before_every_window_by_descriptors(batch, descriptors):
 def test_no_gradients_of_keys_that_samples_share(forward, monkeypatch):
     q, k, v, _, _ = make(SHARED_KEYS, torch.float32, DEVICE)
     options = Options.of(0.3, (-1, 0), Lengths(**SHARED_KEYS.lengths(DEVICE)))
-    out, _ = forward(q.requires_grad_(), k, v, *options.of_op(), True, None, None, None)
+    out, *_ = forward(q.requires_grad_(), k, v, *options.of_op(), True, None, None, None)
     monkeypatch.setattr(attention_bwd, "Launch", None)  # nothing may be launched
     with pytest.raises(NotImplementedError, match="key ranges may overlap"):
         out.sum().backward()
@@ -338,7 +339,7 @@ def test_garbage_in_cu_seqlens_stays_within_the_tensors(cu_seqlens_q, cu_seqlens
     seqused_q = ints(-1, 2**31 - 1, 3, -(2**31), device=DEVICE) if has_used else None
     lengths = Lengths(ints(*cu_seqlens_q, device=DEVICE), ints(*cu_seqlens_k, device=DEVICE), seqused_q)
     options = Options.of(0.3, (9, 2), lengths)
-    out, lse = twin.run(q, k, v, options)
+    out, lse, _ = twin.run(q, k, v, options)
     gradients = attention_bwd.run(dout, None, q, k, v, out, lse, options)[:3]  # dsinks is None
     assert all(x.isfinite().all() for x in (out, *gradients)) and not lse.isnan().any()
     for buffer in guarded:
@@ -386,7 +387,7 @@ def test_bad_input_of_attention(monkeypatch):
     def launch(*args, **options):
         raise autotune.OutOfResources(300 << 10, 227 << 10, "shared memory")
 
-    monkeypatch.setattr(classic, "run", launch)
+    monkeypatch.setattr(twin, "run", launch)
     with pytest.raises(ValueError, match="tiles of BM 64, BN 512 and head_dim 64 do not fit .*shared memory"):
         attention(half, half, half, True, 0.5, 64, 512)
 
@@ -485,10 +486,10 @@ def test_bits_do_not_depend_on_number_of_programs(head_dim, causal, monkeypatch)
     case = Case("", B=3, H=4, Hk=2, Sq=700, Sk=777, D=head_dim, causal=causal)
     q, k, v = make_inputs(case, torch.bfloat16, "cuda")
     for config in attention_hopper.configs(torch.bfloat16, head_dim):
-        want = run(q, k, v, Options.of(0.1, (-1, 0 if causal else -1)), config)
+        want = run(q, k, v, Options.of(0.1, (-1, 0 if causal else -1)), config)[:2]
         monkeypatch.setattr(twin, "properties", lambda device: Properties(90, 227 << 10, 3))
         monkeypatch.setattr(twin, "_plans", {})
-        got = run(q, k, v, Options.of(0.1, (-1, 0 if causal else -1)), config)
+        got = run(q, k, v, Options.of(0.1, (-1, 0 if causal else -1)), config)[:2]
         monkeypatch.undo()
         assert all(torch.equal(x, y) for x, y in zip(got, want))
 
@@ -516,7 +517,7 @@ def test_classic_tiles_beyond_2_to_31_elements(offset):
     config = tile_configs(torch.float16, 64)[-1]
     buffer = torch.randn(2**31 + 2**22, device="cuda", dtype=torch.half)
     q, k, v = (buffer.as_strided((1, 2, 70, 64), (0, 2**31, 64 + 8 * i, 1), offset) for i in range(3))
-    out, _ = run(q, k, v, Options.of(0.1, (-1, 0)), config)
+    out, *_ = run(q, k, v, Options.of(0.1, (-1, 0)), config)
     torch.testing.assert_close(out, reference_attention(q, k, v, True, 0.1), rtol=2e-3, atol=2e-3)
 
 
@@ -524,7 +525,7 @@ def test_classic_tiles_beyond_2_to_31_elements(offset):
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 def test_incompatible_gluon_falls_back(monkeypatch):
     """A Triton that cannot compile attention_hopper.py costs speed and nothing else."""
-    monkeypatch.setattr(twin, "hopper_works", True)  # to be restored
+    monkeypatch.setattr(twin, "hopper_error", None)  # to be restored
     monkeypatch.setattr(twin, "_plans", {})
 
     def fail(*args):
@@ -561,7 +562,6 @@ def test_missing_gluon_is_named_once(monkeypatch, on_hopper):
     """By the first call on Hopper that attention_hopper.py would have served."""
     monkeypatch.setattr(twin, "attention_hopper", None)
     monkeypatch.setattr(twin, "hopper_error", "ImportError: no gluon here")
-    monkeypatch.setattr(twin, "hopper_works", False)
     monkeypatch.setattr(twin, "launch", lambda *args: lambda *tensors: None)
     q, small = (torch.zeros(1, 1, 64, head_dim, dtype=torch.half, device=DEVICE) for head_dim in (64, 32))
     fixed = Options.of(0.1, autotune=False)
@@ -584,14 +584,14 @@ def test_two_threads_that_cannot_compile_gluon_both_fall_back(monkeypatch, on_ho
             raise twin.CompilationError("source", None, "no such operation")
         return lambda *tensors: served.append(config)
 
-    monkeypatch.setattr(twin, "hopper_works", True)
+    monkeypatch.setattr(twin, "hopper_error", None)
     monkeypatch.setattr(twin, "_plans", {"of Gluon": "a plan"})
     monkeypatch.setattr(twin, "launch", launch)
     q = torch.zeros(1, 1, 64, 64, dtype=torch.half, device=DEVICE)
     with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
         warnings.simplefilter("ignore")
         list(pool.map(lambda window: run(q, q, q, Options.of(0.1, window, autotune=False)), ((-1, -1), (-1, 0))))
-    assert len(served) == 2 and not twin.hopper_works and "of Gluon" not in twin._plans
+    assert len(served) == 2 and twin.hopper_error and "of Gluon" not in twin._plans
 
 
 @pytest.mark.parametrize("dtype, tangent", [(torch.float16, True), (torch.float8_e5m2, False)])

@@ -38,6 +38,7 @@ class Call:
     leftpad: Optional[tuple] = None
     seqused_q: Optional[tuple] = None
     window: tuple = (-1, -1)
+    chunk: int = 0
     causal: bool = False
     sm_scale: Optional[float] = None
     softcap: float = 0.0
@@ -66,8 +67,8 @@ class Call:
 
     def options(self):
         """The options that hold no tensor."""
-        return dict(causal=self.causal, window_size=self.window, sm_scale=self.sm_scale, softcap=self.softcap,
-                    num_splits=self.num_splits)
+        return dict(causal=self.causal, window_size=self.window, attention_chunk=self.chunk, sm_scale=self.sm_scale,
+                    softcap=self.softcap, num_splits=self.num_splits)
 
 
 def ints(*values, device=DEVICE):
@@ -189,6 +190,9 @@ def by_loop(call, q, k, v, given):
             row, distance = place_of_row(call, b, i), i + len(keys) - seqlen_q - torch.arange(len(keys))
             lse[row] = sinks
             seen = ((distance <= left) | (left < 0)) & ((distance >= -right) | (right < 0))
+            if call.chunk:
+                own = i + len(keys) - seqlen_q
+                seen &= (own - distance) // call.chunk == own // call.chunk
             if call.tree is not None:
                 new = i - distance  # the number of a key among the new ones
                 seen = (new < 0) | call.tree.expand(B, -1, -1)[b, i, new.clamp(min=0)]

@@ -377,7 +377,8 @@ def test_errors_while_tracing():
     dict(seqused_q=torch.ones(4, dtype=torch.int32)[::2]),
     dict(cu_seqlens_q=torch.tensor([0, 2, 5], dtype=torch.int32)),
     dict(sinks=torch.zeros(2)), dict(alibi_slopes=torch.zeros(2)), dict(tree_mask=torch.zeros(2, 4).long()),
-    dict(softmax_scale=math.nan), dict(softcap=-1.0), dict(window_left=-2), dict(num_splits=257), dict(max_seqlen_q=-1),
+    dict(softmax_scale=math.nan), dict(softcap=-1.0), dict(window_left=-2), dict(attention_chunk=-1),
+    dict(num_splits=257), dict(max_seqlen_q=-1),
 ], ids=lambda change: "-".join(f"{name}_{tuple(getattr(x, 'shape', ())) or x}" for name, x in change.items()))
 def test_op_refuses_what_would_read_out_of_bounds(change):
     """Without a GPU the compiled op checks its arguments alike, and then says that it needs one."""
@@ -385,7 +386,8 @@ def test_op_refuses_what_would_read_out_of_bounds(change):
     k, table = randn(6, 2, 8, 16), torch.arange(6, dtype=torch.int32).view(2, 3)
     given = dict(q=randn(2, 4, 5, 16), k=k, v=k, cu_seqlens_q=None, seqused_q=None, seqused_k=None,
                  page_table=table, cache_batch_idx=None, leftpad_k=None, tree_mask=None, sinks=None, alibi_slopes=None,
-                 softmax_scale=0.25, softcap=0.0, window_left=-1, window_right=-1, num_splits=0, max_seqlen_q=0)
+                 softmax_scale=0.25, softcap=0.0, window_left=-1, window_right=-1, attention_chunk=0, num_splits=0,
+                 max_seqlen_q=0)
     with pytest.raises(NotImplementedError, match="flash_decode needs tensors on a GPU"):
         torch.ops.minimal_attn.flash_decode(*given.values())
     with pytest.raises(ValueError):

@@ -294,10 +294,10 @@ def test_errors_of_names_while_tracing():
 
 
 @cpu
-@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk"])
+@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale"])
 def test_what_is_not_there_is_refused_by_name(name):
     x = serving(rows=(1, 1, 1))
-    more = {name: 16 if name == "attention_chunk" else torch.ones(3, 2), "page_table": x.given["page_table"],
+    more = {name: torch.ones(3, 2), "page_table": x.given["page_table"],
             "cu_seqlens_q": x.given["cu_seqlens_q"]}
     with pytest.raises(NotImplementedError, match=f"^flash_attn_with_kvcache: {name} is not supported yet"):
         flash_attn_with_kvcache(x.q, *x.caches, cache_seqlens=x.given["seqused_k"], **more)

@@ -12,7 +12,7 @@ from minimal_attn.distributed import attention, shard, shard_labels, shard_posit
 from minimal_attn.distributed.calls import LONG, Document, calls_of, length
 from minimal_attn.distributed.layout import Chunk, Shards
 from minimal_attn.distributed.padding import dropout_padding
-from minimal_attn.options import Lengths
+from minimal_attn.options import Options
 from minimal_attn.reference.scores import visible_keys
 
 pytestmark = pytest.mark.cpu
@@ -94,7 +94,7 @@ def seen_in(call, num_rows, num_keys):
     seen = torch.zeros(num_rows, num_keys, dtype=torch.int)
     for begin_q, end_q, begin_k, end_k in samples_of(call):
         assert begin_q <= end_q <= num_rows and begin_k <= end_k <= num_keys
-        mask = visible_keys(end_q - begin_q, end_k - begin_k, call.window, Lengths(), "cpu")
+        mask = visible_keys(end_q - begin_q, end_k - begin_k, Options.of(1.0, call.window), "cpu")
         seen[begin_q:end_q, begin_k:end_k] += 1 if mask is None else mask.int()
     return seen
 

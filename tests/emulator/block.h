@@ -139,7 +139,7 @@ struct Block {
     std::vector<Acquired> acquired;  // by thread
     std::vector<std::vector<Product>> products;  // by warpgroup
     uint32_t free_registers = 0;
-    bool has_ended = false;
+    bool lets_next_begin = false, has_ended = false;
 
     Block(int threads, size_t shared_bytes)
         : shared(threads, shared_bytes), has_arrived(threads), cluster_generation(threads), warps(threads / 32),

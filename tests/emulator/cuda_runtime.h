@@ -18,8 +18,9 @@ inline cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **functio
 }
 
 using cudaStream_t = void *;
+namespace emulator { void wait_for_kernels(); }
 inline cudaError_t cudaMemsetAsync(void *to, int byte, size_t size, cudaStream_t) {
-    return std::memset(to, byte, size), cudaSuccess;
+    return emulator::wait_for_kernels(), std::memset(to, byte, size), cudaSuccess;
 }
 
 namespace device {

@@ -20,6 +20,7 @@ PRIMITIVES = (
     "cp_async_wait", "__pipeline_wait_prior", r"tma_store_\w*wait\w*",  # threads with copies
     "fence_mbarrier_init", "fence_proxy_async",  # what other units see
     "warpgroup_arrive", "warpgroup_wait",  # threads with products
+    "wait_for_previous_kernel",  # kernels with kernels
 )
 CALL = re.compile(rf"(?:[\w\].]+(?:\[[^;()]*?\])?\.)?\b({'|'.join(PRIMITIVES)})(?:<[^;()]*?>)?\(")
 BEFORE = re.compile(r" *(?:(?:if|for) \(.*\) )?")  # what may stand before it on its line

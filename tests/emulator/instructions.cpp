@@ -37,12 +37,23 @@ static void check_end(const Block &block) {
     }
 }
 
-void run_grid(int64_t blocks, int threads, int cluster, size_t shared_bytes, void (*thread)(void *), void *args) {
+static std::list<Scheduler> stream;
+
+void enqueue(int64_t blocks, int threads, int cluster, size_t shared_bytes, bool may_begin_early,
+             std::function<void()> kernel) {
+    if (blocks == 0) return;
+    if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
     if (blocks % cluster) throw std::runtime_error("a cluster lacks blocks");
-    const Grid grid{unsigned(blocks), threads, cluster, [=] { thread(args); },
+    const Grid grid{unsigned(blocks), threads, cluster, may_begin_early, kernel,
                     [=] { return std::make_unique<Block>(threads, shared_bytes); }, check_end};
-    gridDim.x = grid.blocks, blockDim.x = threads;
-    Scheduler(grid, std::min<int64_t>(blocks, std::max(1, gpu.num_sms / cluster) * cluster)).run();
+    Scheduler *const last = stream.empty() ? nullptr : &stream.back();
+    stream.emplace_back(grid, std::min<int64_t>(blocks, std::max(1, gpu.num_sms / cluster) * cluster));
+    if (last) last->next_kernel = &stream.back();
+}
+
+void wait_for_kernels() {
+    std::list<Scheduler> launched = std::exchange(stream, {});
+    for (Scheduler &kernel : launched) kernel.previous_has_ended = 1, kernel.run();
 }
 
 void *shared_memory() { return block->shared.generic.get(); }
@@ -139,9 +150,15 @@ void set_registers(const char *what, int per_thread) {
 int compute_capability() { return emulator::gpu.capability; }
 bool has_fast_fp64() { return true; }
 int num_sms() { return emulator::gpu.num_sms; }
+int max_cluster() { return 8; }
 size_t max_shared_memory() { return emulator::gpu.max_shared_memory; }
 
 namespace device {
+
+void wait_for_previous_kernel() {
+    emulator::scheduler->wait(emulator::scheduler->previous_has_ended, 0, ~0u, [] { return "the previous kernel"; });
+}
+void let_next_kernel_begin() { emulator::scheduler->let_next_begin(*emulator::block); }
 
 float to_float(__half x) { return host::to_float(host::__half{x.bits}); }
 float to_float(__nv_bfloat16 x) { return host::to_float(host::__nv_bfloat16{x.bits}); }
@@ -198,6 +215,7 @@ int load_acquire(const int *from) {
 }
 // Other blocks may go on. A thread that sleeps does not wait for them.
 void sleep_briefly() {
+    device::wait_for_previous_kernel();  // it may be what the thread waits for
     block->acquired[threadIdx.x] = {};
     scheduler->pass();
 }

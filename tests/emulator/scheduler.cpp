@@ -3,6 +3,8 @@
 // Read next: block.h.
 #include "scheduler.h"
 
+#include <tuple>
+
 #include "block.h"
 
 namespace emulator {
@@ -17,12 +19,25 @@ Scheduler::Scheduler(const Grid &grid, int slots)
 }
 Scheduler::~Scheduler() = default;
 
+// Within a fiber of the previous kernel, or after it.
 void Scheduler::run() {
-    scheduler = this;
-    for (unsigned slot = 0; slot < slots.size(); slot += grid.cluster) start_cluster(slot);
-    resume(next());
-    main.switch_to(fibers[current]);
+    const auto outer = std::tuple(scheduler, block, threadIdx, blockIdx, blockDim, gridDim);
+    scheduler = this, gridDim.x = grid.blocks, blockDim.x = grid.threads;
+    if (next_block == 0)
+        for (unsigned slot = 0; slot < slots.size(); slot += grid.cluster) start_cluster(slot);
+    if (const int fiber = has_ended() ? -1 : wait_for_next(); fiber >= 0) resume(fiber), main.switch_to(fibers[fiber]);
+    std::tie(scheduler, block, threadIdx, blockIdx, blockDim, gridDim) = outer;
     if (error) std::rethrow_exception(error);
+    if (!has_ended() || !next_kernel) return;
+    next_kernel->previous_has_ended = 1;
+    if (next_kernel->next_block > 0) next_kernel->run();
+}
+
+// A kernel whose blocks all let the next one begin has started all of them.
+void Scheduler::let_next_begin(Block &block) {
+    if (std::exchange(block.lets_next_begin, true) || ++letting_blocks < grid.blocks) return;
+    if (!next_kernel || !next_kernel->grid.may_begin_early || schedule.mode == Mode::kLate) return;
+    if (schedule.mode == Mode::kEarly || one_in(2)) next_kernel->run();
 }
 
 // The first and last function of every fiber, which it does not leave: there is nothing below it.
@@ -55,11 +70,11 @@ void Scheduler::end_thread() {
     if (--slots[slot].running == 0) {
         grid.end(*slots[slot].block);
         slots[slot].block->has_ended = true;
+        let_next_begin(*slots[slot].block);
         const unsigned first = slot / grid.cluster * grid.cluster;
         const bool has_ended = std::all_of(&slots[first], &slots[first] + grid.cluster,
                                            [](const Slot &other) { return other.running == 0; });
-        if (has_ended && !start_cluster(first) && std::ranges::all_of(fibers, &Fiber::is_done))
-            fibers[current].switch_to(main);
+        if (has_ended && !start_cluster(first) && this->has_ended()) fibers[current].switch_to(main);
     }
     go_on();
 }
@@ -136,15 +151,23 @@ void Scheduler::go_on() {
         let_something_happen(false);
         if (Block *other = slots[random_below(slots.size())].block.get()) let_copies_arrive(*other);
     }
-    int fiber;
-    while ((fiber = next()) < 0) {
-        if (let_something_happen(false)) continue;
-        if (fibers[fiber = slow_fiber].can_run()) break;
-        if (!let_something_happen(true)) throw std::runtime_error(deadlock());
-    }
-    Fiber &from = fibers[current], &to = fibers[fiber];
+    Fiber &from = fibers[current];
+    const int fiber = wait_for_next();
+    if (fiber < 0) return from.switch_to(main);
     resume(fiber);
-    if (&from != &to) from.switch_to(to);
+    if (&from != &fibers[fiber]) from.switch_to(fibers[fiber]);
+}
+
+// The fiber that is to run next, or -1: when the previous kernel has ended.
+int Scheduler::wait_for_next() {
+    for (;;) {
+        if (const int fiber = next(); fiber >= 0) return fiber;
+        if (let_something_happen(false)) continue;
+        if (fibers[slow_fiber].can_run()) return slow_fiber;
+        if (let_something_happen(true)) continue;
+        if (!previous_has_ended) return -1;
+        throw std::runtime_error(deadlock());
+    }
 }
 
 std::string Scheduler::deadlock() {

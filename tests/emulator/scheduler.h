@@ -9,7 +9,8 @@
 // error that says who waits for what.
 //
 // The blocks of a grid start in order, those of a cluster together. As many run at a time as the schedule has
-// multiprocessors, but a whole cluster at least.
+// multiprocessors, but a whole cluster at least. A kernel that may begin early runs, when the one before it lets it, as
+// far as it can, or not at all. The rest runs when that one has ended.
 //
 // Read next: block.h, what a block of threads has beside them.
 #pragma once
@@ -63,6 +64,7 @@ struct Event {
 struct Grid {
     unsigned blocks;
     int threads, cluster;  // of a block; blocks of a cluster, which run at the same time
+    bool may_begin_early;
     std::function<void()> kernel;  // what every thread does
     std::function<std::unique_ptr<Block>()> begin;
     std::function<void(const Block &)> end;  // throws if a block must not end as it does
@@ -72,7 +74,12 @@ class Scheduler {
   public:
     Scheduler(const Grid &grid, int slots);
     ~Scheduler();
-    void run();  // All blocks, to the end. The first error ends all.
+    // All blocks, to the end, or as far as they can before the previous kernel has ended. The first error ends all.
+    void run();
+    void let_next_begin(Block &block);
+
+    Scheduler *next_kernel = nullptr;
+    uint32_t previous_has_ended = 0;
 
     // The calling fiber goes on when `counter` differs from `old` in a bit of `mask`. what() says what that means.
     template <typename What> void wait(const uint32_t &counter, uint32_t old, uint32_t mask, What what) {
@@ -126,8 +133,9 @@ class Scheduler {
         int running = 0;  // threads
     };
 
-    const Grid &grid;
+    const Grid grid;
     unsigned next_block = 0;
+    unsigned letting_blocks = 0;  // that let the next kernel begin, or have ended
     std::vector<Slot> slots;
     std::vector<Fiber> fibers;     // grid.threads of each slot
     std::vector<Waiting> waiting;  // by warp
@@ -146,6 +154,8 @@ class Scheduler {
     void resume(unsigned fiber);
     bool can_run(unsigned warp);
     int next();
+    int wait_for_next();
+    bool has_ended() const { return next_block == grid.blocks && std::ranges::all_of(fibers, &Fiber::is_done); }
     bool let_something_happen(bool is_slow);
     void go_on();
     std::string deadlock();

@@ -63,8 +63,10 @@ KERNEL_CASES = {
     "cache/prefill_sm90.cu": ["prefill_pages", "prefill_interleaved", "prefill_leftpad", "prefill_batch_idx",
                               "prefill_clamped"],
     "sm90/flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
-                           "sm90_scale_30_96", "sm90_packed_v"],
+                           "sm90_scale_30_96", "sm90_packed_v", "sm90_narrow_v"],
     "sm90/mods/flash_dropout_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_drop_192"],
+    "sm90/mods/flash_masked_sm90.cu": ["sm90_units", "sm90_units_causal", "sm90_mask"],
+    "sm90/mods/flash_max_logits_sm90.cu": ["sm90_max", "sm90_max_scale_30", "sm90_max_packed"],
     "sm90/mods/flash_mods_sm90.cu": ["sm90_bias", "sm90_mask_rows", "sm90_mask", "sm90_mods_scale_30",
                                      "sm90_alibi_no_keys"],
 }
@@ -87,10 +89,12 @@ SHOWN_TO = {
     "sm90/bwd/launch.cuh": SM90_BACKWARD,
     "sm90/flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
     "sm90/tiles.cuh": SM90, "sm90/producer.cuh": SM90, "sm90/flash_sm90.cuh": SM90,
-    "sm90/mods/bias.cuh": ["sm90_bias"], "cache/prefill_sm90.cu": ["prefill", "prefill_pages"],
-    "cache/decode.cu": ["one", "d64", "d128", "scale_30"], "cache/work.cuh": ["uneven", "uneven_heads", "uneven_clusters"],
-    "cache/decode_sm90.cu": ["tall_64", "tall_splits", "tall_pages"],
-    "cache/combine.cuh": ["d64", "d128", "mqa", "many_rows", "packed", "three_splits", "uneven", "long"],
+    "sm90/mods/bias.cuh": ["sm90_bias"], "sm90/mods/flash_masked_sm90.cu": ["sm90_mask_all"],
+    "cache/prefill_sm90.cu": ["prefill", "prefill_pages"],
+    "cache/decode.cu": ["one", "d64", "d128", "scale_30", "packed_long"],
+    "cache/work.cuh": ["uneven", "uneven_packed", "uneven_clusters"],
+    "cache/decode_sm90.cu": ["tall_64", "tall_splits", "tall_pages", "tall_tiles"],
+    "cache/combine.cuh": ["d64", "d128", "mqa", "packed_long", "uneven_heads"],
 }
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600),  # the first test compiles csrc
@@ -187,7 +191,7 @@ def test_address_sanitizer_finds_nothing(part, sanitized):
 
 
 def said_by(body, csrc, folder):
-    """What a program of its own prints that calls the kernels."""
+    """Output of a program of its own that calls the kernels."""
     source = folder / "main.cpp"
     source.write_text("""
         #include <cstdio>

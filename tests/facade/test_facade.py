@@ -178,7 +178,7 @@ def test_ops_take_empty_inputs(backend, device, poisoned_outputs):
     flash_attention(*qkv(device=device), backend=backend)  # loads the library
     for shape in ((0, 4, 4, 20, 20), (2, 4, 4, 0, 20), (2, 4, 4, 20, 0)):
         q, k, v = qkv(*shape, device=device)
-        out, lse = getattr(ops, f"{name}_forward")(q, k, v, *Options.of(0.25).of_op())
+        out, lse, _ = getattr(ops, f"{name}_forward")(q, k, v, *Options.of(0.25).of_op())
         assert (out == 0).all() and (lse == -math.inf).all()
         gradients = getattr(ops, f"{name}_backward")(out, lse, q, k, v, out, lse, *Options.of(0.25).of_op())
         assert all((x == 0).all() and x.shape == of.shape for x, of in zip(gradients, (q, k, v)))
@@ -409,7 +409,7 @@ def test_op_refuses_what_would_read_out_of_bounds():
         with pytest.raises(ValueError, match="seqused_q"):
             op(q, k, v, *Options.of(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
     seq_lens = torch.tensor([-5, 2**31 - 1], dtype=torch.int32)  # clamped to 0 and to 20
-    out, _ = op(q, k, v, *Options.of(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
+    out, *_ = op(q, k, v, *Options.of(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
     assert (out[0] == 0).all() and out[1].isfinite().all() and (out[1] != 0).any()
 
 

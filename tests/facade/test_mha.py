@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from conftest import HAS_GPU
-from minimal_attn import FlashMHA
+from minimal_attn import FlashMHA, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from minimal_attn.attention import BACKENDS
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -232,3 +232,18 @@ def test_autocast(backend):
     assert out.dtype == torch.bfloat16
     for got in out, masked:
         torch.testing.assert_close(got.float(), want, rtol=0.02, atol=0.02)
+
+
+def test_chunks_are_those_of_separate_sequences():
+    """By the module and by flash-attn's functions, of a dense batch, a packed one and a cache."""
+    mha, x = FlashMHA(E, H, causal=True, attention_chunk=10, device=DEVICE), an_input()
+    apart = FlashMHA(E, H, causal=True, device=DEVICE)
+    apart.load_state_dict(mha.state_dict())
+    assert_close(mha(x), apart(x.view(2 * B, 10, E)).view_as(x))
+    q, k, v = torch.randn(3, B, S, H, 16, device=DEVICE)
+    want = flash_attn_func(*(y.view(2 * B, 10, H, 16) for y in (q, k, v)), causal=True).view_as(q)
+    assert_close(flash_attn_func(q, k, v, causal=True, attention_chunk=10), want)
+    assert_close(flash_attn_with_kvcache(q, k, v, causal=True, attention_chunk=10, backend="reference"), want)
+    ends = torch.tensor([0, S, 2 * S], dtype=torch.int32, device=DEVICE)
+    got = flash_attn_varlen_func(*(y.flatten(0, 1) for y in (q, k, v)), ends, ends, causal=True, attention_chunk=10)
+    assert_close(got.view_as(q), want)

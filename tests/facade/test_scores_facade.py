@@ -33,23 +33,20 @@ def test_no_rows_or_keys(Sq, Sk, impl):
 
 # Which backend serves them.
 
-GIVEN = {"softcap": 2.0, "alibi_slopes": slopes(H), "attn_bias": mask(7, 9)}
+GIVEN = {"softcap": 2.0, "attention_chunk": 3, "alibi_slopes": slopes(H), "attn_bias": mask(7, 9)}
 
 
-def test_fast_path_is_not_asked(monkeypatch):
-    """It knows nothing of scores, and would leave them out."""
-    monkeypatch.setattr(cuda, "_fast_forward", lambda *args: "fast")
+def test_fast_path_knows_of_them(monkeypatch):
+    """attention/test_kernels.py: it then leaves the call to Python."""
+    monkeypatch.setattr(cuda, "_fast_forward", lambda q, k, v, given, *others: given)
     q, k, v = inputs(dtype=torch.float32)
     by_rows = [x.transpose(1, 2) for x in (q, k, v)]
-    bounds = ints(0, 7), ints(0, 9)
     flat = [x[0] for x in by_rows]
-    assert flash_attention(q, k, v) == flash_attention(q, k, v, softcap=0) == flash_attn_func(*by_rows) == "fast"
-    assert flash_attn_varlen_func(*flat, *bounds) == "fast"
     for name, value in GIVEN.items():
-        assert flash_attention(q, k, v, **{name: value}) != "fast"
+        assert getattr(flash_attention(q, k, v, **{name: value}), name) is value
         if name != "attn_bias":
-            assert flash_attn_func(*by_rows, **{name: value}) != "fast"
-            assert flash_attn_varlen_func(*flat, *bounds, **{name: value}) != "fast"
+            assert getattr(flash_attn_func(*by_rows, **{name: value}), name) is value
+            assert getattr(flash_attn_varlen_func(*flat, ints(0, 7), ints(0, 9), **{name: value}), name) is value
 
 
 # The functions of flash-attn.
@@ -145,7 +142,7 @@ def test_mha_bad_masks():
             (TypeError, "^attn_mask must be .* got a torch.int64", lambda: mha(x, attn_mask=given.long())),
             (ValueError, "^attn_mask cannot be given with cu_seqlens$",
              lambda: mha(x[0], cu_seqlens=ints(0, 6), attn_mask=given)),
-            (ValueError, "a window counts what key_padding_mask leaves",
+            (ValueError, "windows and chunks count what key_padding_mask leaves",
              lambda: local(x, key_padding_mask=valid, attn_mask=given)),
             (ValueError, "at most one of seq_lens", lambda: mha(x, [6, 6], key_padding_mask=valid, attn_mask=given))]:
         with pytest.raises(error, match=match):
@@ -158,6 +155,8 @@ BAD = [
     *((TypeError, "softcap must be a number", dict(softcap=x)) for x in (False, None, "2", slopes(H))),
     *((ValueError, "softcap must be in", dict(softcap=x)) for x in (-1.0, math.nan, math.inf)),
     (ValueError, "softcap must be 0 or at least 1e-30", dict(softcap=1e-40)),
+    *((TypeError, "attention_chunk must be an int", dict(attention_chunk=x)) for x in (True, 2.5, None, ints(1, 2))),
+    (ValueError, "attention_chunk must be at least 0, got -1", dict(attention_chunk=-1)),
     (TypeError, "alibi_slopes must be a torch.Tensor, got list", dict(alibi_slopes=[1.0] * H)),
     (TypeError, "alibi_slopes must be a dense tensor", dict(alibi_slopes=slopes(H).to_sparse())),
     (TypeError, "alibi_slopes must be .* got a torch.float64", dict(alibi_slopes=slopes(H).double())),

@@ -172,11 +172,41 @@ def test_functions_with_another_meaning_are_not_recognized(name, mask_function, 
     masking_utils.chunked_causal_mask_function(2, torch.zeros(2, dtype=torch.int64)),
     masking_utils.or_masks(causal, masking_utils.blockwise_overlay(SEQUENCES)),
     masking_utils.and_masks(packed(causal), packed(causal)), lambda b, h, q, kv: kv != q])
-def test_other_mask_functions_become_dense(function):
+def test_other_mask_functions_become_dense_or_block_masks(function):
     assert pattern_of(function) is None
-    arguments = dict(batch_size=2, q_length=7, kv_length=7, mask_function=function, attention_mask=PADDING["left"])
-    got = make_mask(**arguments)
-    assert got.dtype == torch.bool and got.equal(masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False))
+    for padding, cache in itertools.product(("none", "left"), ("no cache", "chunk of a sliding cache")):
+        rows, keys, q_offset, kv_offset = CACHES[cache]
+        arguments = dict(batch_size=2, q_length=rows, kv_length=keys, q_offset=torch.tensor(q_offset),
+                         kv_offset=kv_offset, mask_function=function, attention_mask=PADDING[padding])
+        got, blocks = (make_mask(**arguments, block_masks=x) for x in (False, True))
+        assert got.dtype == torch.bool and got.equal(masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False))
+        assert blocks == Mask(rows, keys, False, (-1, -1), keys, block_mask=blocks.block_mask)
+        assert blocks.block_mask.to_dense().equal(got) and not blocks.hides_nothing
+        assert blocks.to("cpu").block_mask.to_dense().equal(got)
+    step = make_mask(2, 1, 7, 6, mask_function=function, block_masks=True)
+    assert step.dtype == torch.bool and step.shape == (2, 1, 1, 7)
+
+
+@torch.no_grad()
+def test_a_model_with_block_masks(attention, monkeypatch):
+    """Llama 4, whose chunks come as a function. Decoding steps have dense masks."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2, attention_chunk_size=16)
+    model = transformers.Llama4ForCausalLM(config).eval().to(DEVICE)
+    ids, valid = tokens(2, 70, device=DEVICE), torch.ones(2, 70, dtype=torch.int64, device=DEVICE)
+    valid[0, :20] = 0
+    made, make = [], masks._block_mask
+    monkeypatch.setattr(masks, "_block_mask", lambda *args: made.append(make(*args)) or made[-1])
+    results = []
+    for name in ("eager", NAME):
+        integration.register(NAME, block_masks=True)
+        model.set_attn_implementation(name)
+        new = model.generate(ids, attention_mask=valid, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        results.append((model(ids, attention_mask=valid).logits[valid.bool()], new))
+    check(results[1][0], results[0][0], "torch")
+    assert results[1][1].equal(results[0][1])
+    assert [mask.shape for mask in made] == [(2, 1, 70, 70)] * 2 and made[0].sparsity() > 0
 
 
 @cpu

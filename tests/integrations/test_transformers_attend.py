@@ -57,6 +57,20 @@ def test_result_is_contiguous(is_row_first, position_ids):
     assert out.is_contiguous() and out.view(2, 7, -1).shape == (2, 7, 64)
 
 
+def test_block_masks():
+    """Those of transformers' own function are torch's. A flattened batch has none."""
+    q, k, v = qkv(70, 90)
+    arguments = 2, 70, 90, 20, 0, masking_utils.causal_mask_function
+    theirs = masking_utils.flex_attention_mask(*arguments)
+    want, _ = integration.attend(MODULE, q, k, v, masking_utils.sdpa_mask(*arguments, allow_is_causal_skip=False))
+    for mask in (theirs, minimal_attn.BlockMask.from_torch(theirs)):
+        torch.testing.assert_close(integration.attend(MODULE, q, k, v, mask)[0], want)
+    bounds = torch.tensor([0, 70, 140])
+    with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k cannot be given together with"):
+        integration.attend(MODULE, q, q, q, masking_utils.flex_attention_mask(2, 70, 70), cu_seq_lens_q=bounds,
+                           cu_seq_lens_k=bounds)
+
+
 def test_positions_that_cannot_be_read_become_a_dense_mask(monkeypatch):
     """They cannot be read while a CUDA graph is captured, for example."""
     q, k, v = qkv(7, 7)
@@ -148,8 +162,10 @@ def test_register_again(attention):
     interface = transformers.AttentionInterface._global_mapping
     integration.register(NAME, backend="reference")
     assert interface[NAME].keywords == {"backend": "reference"}
+    integration.register(NAME, block_masks=True)
     integration.register(NAME)
     assert interface[NAME].keywords == {"backend": "auto"}
+    assert transformers.AttentionMaskInterface._global_mapping[NAME] is make_mask
     transformers.AttentionInterface.register("somebody", print)
     transformers.AttentionMaskInterface.register("somebody's mask", masking_utils.sdpa_mask)
     for name in ("somebody", "somebody's mask"):

@@ -12,6 +12,7 @@ from minimal_attn._build import source_digest
 from minimal_attn.bench import cases, measure
 from minimal_attn.bench.cases import COLUMNS, Shape
 from minimal_attn.bench.impls import IMPLS, KINDS, SCORES, Call
+from minimal_attn.bench.masks import MASKS
 from minimal_attn.bench.measure import MEASURED, Impl, Setting
 from minimal_attn.bench.options import OPS
 
@@ -87,6 +88,7 @@ def test_run_with_every_file(tmp_path):
     ("--causal", ["--shape", "1,1,9,8,1,8", "--causal"]), ("--dropout-p", ["--op", "backward", "--dropout-p", "0.1,1"]),
     ("--impls", ["--impls", "manual,cuda:none"]), ("--json", ["--json", "nowhere/x.json"]),
     ("--shape", ["--op", "decode", "--shape", "1,2,1,4,2,30 page 8"]),
+    ("--shape", ["--op", "block_masks", "--shape", "1,2,64,4,2,80 masked causal"]),
     ("--shape", ["--op", "append", "--shape", "1,2,2,4"]), ("--shape", ["--op", "mixed", "--shape", "1,2,1,4"]),
 ], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 def test_bad_options(argument, options, monkeypatch, capsys):
@@ -113,13 +115,13 @@ def without_keywords(q, k, v, call):
 @pytest.mark.parametrize("op, shape, broken", [
     ("attention", "2,4,64,64", no_scale), ("attention", "2,4,64,64", not_a_number),
     ("varlen", "9 + 2 x 32,4,16,2", without_keywords), ("window", "2,4,32,16 window 5", without_keywords),
-    ("window", "2,4,32,16 sinks", without_keywords),
+    ("window", "2,4,32,16 sinks", without_keywords), ("block_masks", "2,4,32,16 masked window", without_keywords),
     *(("scores", f"2,4,32,16 {score}", without_keywords) for score in ("softcap", "mask"))])
 def test_wrong_implementation_fails_the_run(op, shape, broken, monkeypatch, tmp_path):
     """A wrong result has no time."""
     monkeypatch.setitem(OPS[op].impls, OURS, Impl(broken, backend="cuda", kinds=KINDS))
-    code, out, (row,) = run_op(op, tmp_path, "--shape", shape, "--impls", OURS, "--dtype", "float32", "--causal", "yes",
-                               *(["--seqlens", ""] if op == "attention" else []))
+    code, out, (row,) = run_op(op, tmp_path, "--shape", shape, "--impls", OURS, "--dtype", "float32",
+                               *["--causal", "yes"] * (op != "block_masks"), *["--seqlens", ""] * (op == "attention"))
     assert code == 1 and out.count(f"{OURS}: WrongResult: max error") == 1 and row["ms"] is None
 
 
@@ -243,6 +245,13 @@ def test_flops_of_a_window_count_visible_pairs(causal, seqlen_q, seqlen_k, left)
     assert {x for x in itertools.product(range(seqlen_q), range(seqlen_k)) if case.args[-1].mask_mod(0, 0, *x)} == seen
 
 
+@pytest.mark.parametrize("mask", MASKS)
+def test_flops_of_a_block_mask_count_visible_pairs(mask):
+    case = case_of("block_masks", f"2,4,144,8 masked {mask}")
+    seen = sum(bool(case.call.mask_mod(0, 0, *x)) for x in torch.cartesian_prod(*2 * [torch.arange(144)]))
+    assert case.flops == 4 * 2 * 4 * 8 * seen
+
+
 # Runs of each op.
 
 @pytest.mark.parametrize("op, more", [("attention", ("--causal", "both")), ("scores", ("--causal", "both")),
@@ -295,6 +304,24 @@ def test_op(op, shapes, ops, impls, tmp_path):
     code, _, rows = run_op(op, tmp_path, *options, "--impls", impls)
     assert code == 0 and all(row["ms"] and row["max_err"] < 0.1 for row in rows)
     assert [row["op"] for row in rows[::len(impls.split(","))]] == ops
+
+
+@pytest.mark.parametrize("op", ["block_masks", "block_masks_backward"])
+def test_block_masks(op, tmp_path):
+    """Each mask in units of our own, from torch's blocks and, where there is one, by a native option."""
+    impls = [OURS, "cuda:from_torch", "cuda:native"]
+    options = [x for mask in MASKS for x in ("--shape", f"2,2,144,16 masked {mask}")]
+    code, _, rows = run_op(op, tmp_path, *options, "--dtype", "float32", "--impls", ",".join(impls))
+    natives = {"causal", "window", "documents"}
+    assert code == 0 and [row["mask"] for row in rows[::3]] == list(MASKS)
+    for row in rows:
+        assert (row["ms"] is None) == (row["impl"] == "cuda:native" and row["mask"] not in natives)
+        assert row["ms"] is None or row["max_err"] < 1e-5
+
+
+def test_build_of_block_masks(tmp_path):
+    code, _, (row,) = run_op("block_masks_build", tmp_path, "--shape", "100", "--impls", "ours")
+    assert code == 0 and row["seqlen"] == 100 and row["max_err"] == 0
 
 
 @pytest.mark.gpu

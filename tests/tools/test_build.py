@@ -77,8 +77,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 print(minimal_attn.load().__file__)
 with FakeTensorMode():
     q = torch.empty(2, 4, 20, 16)
-    print(*[tuple(x.shape) for x in torch.ops.minimal_attn.flash_forward(q, q, q, *[None] * 7, 0.25, 0.0, -1, -1)])
-""") == f"{file}\n(2, 4, 20, 16) (2, 4, 20)\n"
+    print(*[tuple(x.shape) for x in torch.ops.minimal_attn.flash_forward(q, q, q, *[None] * 7, 0.25, 0.0, -1, -1, 0)])
+""") == f"{file}\n(2, 4, 20, 16) (2, 4, 20) (0,)\n"
 
 
 def no_build(name, build_directory, **options):

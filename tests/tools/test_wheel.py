@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from minimal_attn import _build, stable
+from minimal_attn.options import OF_OP, Options
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles the binding
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,7 @@ def in_wheel(site, code, **env):
 # The results of a call, bit by bit.
 
 def results(device):
-    """Those of calls of csrc with changed scores, dense and packed."""
+    """Results of calls of csrc with changed scores, dense and packed."""
     from test_scores import BATCHES, step_of
 
     dtypes = DTYPES[:3] if device == "cuda" else DTYPES
@@ -101,7 +102,7 @@ def test_results_on_a_gpu_equal_those_of_the_jit_build(site, tmp_path):
 CALL = """
 import pathlib, tempfile, torch, minimal_attn
 from minimal_attn import flash_attention, stable
-from minimal_attn.options import Lengths
+from minimal_attn.options import OF_OP, Lengths, Options
 library = minimal_attn.load()
 torch.manual_seed(0)
 ops = torch.ops.minimal_attn
@@ -115,12 +116,13 @@ def fault(op, *inputs):
         return f"{type(error).__name__}: {error}"
 
 def fast(q, k, v, causal=False, scale=None, seq_major=False, window_size=(-1, -1), lengths=Lengths(), sinks=None):
-    return library.fast_forward(print, q, k, v, causal, scale, seq_major, True, True, window_size, lengths, sinks)
+    given = Options(*lengths, sinks, softmax_scale=scale, deterministic=True)
+    return library.fast_forward(q, k, v, given, causal, window_size, seq_major)
 """
 CHECKS = {"opcheck": """
-inputs = q, k, v, *[None] * 7, 0.3, 0.0, -1, -1
+inputs = q, k, v, *[None] * 7, 0.3, 0.0, -1, -1, 0
 torch.library.opcheck(ops.flash_forward.default, inputs)
-out, lse = (x.detach() for x in ops.flash_forward(*inputs))
+out, lse, _ = (x.detach() for x in ops.flash_forward(*inputs))
 torch.library.opcheck(ops.flash_backward.default, (out, None, *inputs[:3], out, lse, *inputs[3:]),
                       test_utils=("test_schema", "test_faketensor"))
 """, "torch.compile": """
@@ -134,14 +136,14 @@ with torch.no_grad():
     mapped = torch.vmap(lambda x: flash_attention(x[None], k[:1], v[:1], backend="cuda"))(q)
     assert torch.equal(mapped[1], flash_attention(q[1:], k[:1], v[:1], backend="cuda"))
 chosen = []
-torch.vmap(lambda x: (chosen.append(library.which_kernel(x[None], k[:1], v[:1])), x)[1])(q)
+torch.vmap(lambda x: (chosen.append(library.which_kernel(x[None], k[:1], v[:1], *Options()[:OF_OP + 1])), x)[1])(q)
 assert chosen == [None]
 """, "second derivative": """
 dq, = torch.autograd.grad(flash_attention(q, k, v, **options).sum(), q, create_graph=True)
 assert fault(torch.autograd.grad, dq.sum(), q).startswith("NotImplementedError: ")
 """, "wrong arguments": """
-of_op = [*[None] * 7, 0.3, 0.0, -1, -1]
-for inputs in ((q, k[:1], v, *of_op), (q.int(), k, v, *of_op), (q, k, v, *of_op[:-2], -2, 0)):
+of_op = [*[None] * 7, 0.3, 0.0, -1, -1, 0]
+for inputs in ((q, k[:1], v, *of_op), (q.int(), k, v, *of_op), (q, k, v, *of_op[:-3], -2, 0, 0)):
     assert fault(ops.flash_forward, *inputs).startswith("ValueError: ")
 assert fault(ops.force_kernel, "sm70").startswith("ValueError: ")
 """, "deterministic algorithms": """
@@ -178,7 +180,7 @@ used = Lengths(*ends, None, ends[1][1:])
 assert fast(*packed, seq_major=True, lengths=used) is None  # gradients of keys that samples may share
 with torch.no_grad():
     assert fast(*packed, seq_major=True, lengths=used)[0].shape == packed[0].shape
-# What the op refuses, the checks in Python are to refuse.
+# Inputs that the op refuses, which the checks in Python are to refuse.
 assert fast(q, k[:1], v) is fast(q, k, v, sinks=sinks.half()) is None
 """, "other sources": """
 from minimal_attn import _build
@@ -215,7 +217,8 @@ def kernels(library):
     for capability in (75, 80, 90, 100):
         for dtype, head_dim in ((torch.half, 64), (torch.float, 64), (torch.half, 60)):
             x = torch.empty(1, 2, 8, head_dim, dtype=dtype)
-            found += [list(library.which_kernel(x, x, x, *more, capability=capability)) for more in ((), (True,))]
+            found += [list(library.which_kernel(x, x, x, *Options(softcap=softcap)[:OF_OP + 1], capability, True))
+                      for softcap in (0.0, 2.0)]
     return found + [library.force_kernel(name) for name in ("sm80", None, None)]
 
 

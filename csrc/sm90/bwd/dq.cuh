@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
     constexpr int kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim, kVecs = kHeadDim / 8;
     const Tile tile = RowTiles<kBlockM>::at(p, order, blockIdx.x);
     const Sequence seq(p, tile.b);
-    if (arrivals == 0) wait_for_previous_kernel();
+    if (arrivals == 0) wait_for_previous_kernel();  // unobserved by the emulator: flash_bwd_dkv lets no kernel begin
     else if (threadIdx.x == 0)
         while (load_acquire(workspace.dq_arrivals(p, tile)) != arrivals) sleep_briefly();
     __syncthreads();  // unobserved by the emulator: kernels run one after the other there
@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
         *reinterpret_cast<uint4 *>(rows_of<T>(p.dq, tile.b, tile.h, seq.q_begin + row) + col) =
             is_empty ? uint4{} : sdQ.template at<uint4>(i / kVecs, col);
     }
-    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) wait_for_previous_kernel();  // the next kernel relies on it
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0)
+        wait_for_previous_kernel();  // unobserved by the emulator: the next kernel relies on it, and no case has one
 #endif
 }
 

@@ -22,7 +22,8 @@ template <int kEnd> __device__ uint32_t vote(uint32_t x) {
     return y;
 }
 
-template <int kHeadDim_> struct WideShape {
+template <int kHeadDim_, bool kMasked_> struct WideShape {
+    static constexpr bool kMasked = kMasked_;  // by a block mask
     static constexpr int kHeadDim = kHeadDim_, kDTiles = kHeadDim / 8, kBlockM = 64, kNTiles = kBlockM / 8;
     static constexpr int kConsumers = 2, kStages = 2, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
     static constexpr int kTileBlocks = 2, kSemaphores = kTileBlocks, kBlockN = 64 * kTileBlocks, kMaxSplits = 1;
@@ -67,7 +68,7 @@ __device__ void load_wide_tiles(const BwdParams<Shape> &p, WideShared<Shape> &sh
     const BwdWorkItem<Shape> &work = shared.work;
     const Tile &tile = work.tile;
     const int key0 = work.seq.k_begin + tile.block * Shape::kBlockN;
-    if (work.count() == 0) return;
+    if (work.count == 0) return;
     Barrier &has_keys = shared.keys.full_barrier(0);
     const int parts = Shape::parts_of(rank);
     mbarrier_arrive_expect_tx(has_keys, 2 * sizeof(shared.sK) + parts * sizeof(shared.sOtherK.panel[0]));
@@ -78,7 +79,7 @@ __device__ void load_wide_tiles(const BwdParams<Shape> &p, WideShared<Shape> &sh
                  tile.h_k * p.k_tma.head_step, tile.b * p.k_tma.batch_step);
     const TmaTensor &x = rank == 0 ? p.q_tma : p.dout_tma;
     auto *to = rank == 0 ? shared.sQ : shared.sdO;
-    work.for_each([&](uint32_t i, int h, int m_block) {
+    work.for_each(p, [&](uint32_t i, int h, int m_block) {
         shared.rows.producer_acquire(i);
         Barrier &full = shared.rows.full_barrier(i);
         mbarrier_arrive_expect_tx(full, 2 * sizeof(shared.sQ[0]));
@@ -107,11 +108,11 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
 
     __device__ void run() {
         for (auto &x : acc_sum) x[0] = x[1] = x[2] = x[3] = 0.f;
-        const int count = work.count();
+        const int count = work.count;
         if (count > 0) {
             shared.keys.consumer_wait(0);
-            clear_tiles<64>(seen_keys<64>(p, work, key0()), shared.sK, shared.sV);
-            clear_tiles<64>(seen_keys<64>(p, work, key0() + 64 * (1 - 2 * rank)), shared.sOtherK);
+            clear_tiles<64>(seen_keys<64, true>(p, work, key0()), shared.sK, shared.sV);
+            clear_tiles<64>(seen_keys<64, true>(p, work, key0() + 64 * (1 - 2 * rank)), shared.sOtherK);
             add_row_block<true>(0);
             // Products under way when the loop begins would make ptxas serialize all.
             warpgroup_wait<0>(acc_sum, operand);  // unobserved by the emulator: ptxas alone needs it
@@ -134,6 +135,9 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         shared.rows.consumer_wait(i);
         const RowBlock &block = shared.row_block(i);
         const bool is_full = block.is_full;
+        uint32_t seen = ~0u;
+        if constexpr (Shape::kMasked)
+            if (consumer == 0) seen = word_of_unit<true>(p.block_mask, block.unit[rank][0], idx);
         if (!is_full) clear_tiles<64>(seen_rows(work, block.m_block), shared.sQ[stage], shared.sdO[stage]);
         warpgroup_arrive();
         multiply_abt<T>(acc[0], c ? shared.sV : shared.sK, rows);
@@ -149,6 +153,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
             exponentiate(acc[0], shared.lse_log2[stage], p.score_factor, lane_idx);
             if (!is_full)
                 Mask(work.seq, p).apply_transposed(acc, work.blocks, block.m_block, key(), row(block));
+            if (Shape::kMasked && block.unit[rank][0] != Unit::kSeen) hide_unseen(acc[0], 0, seen, 0.f);
         }
         if constexpr (!kIsFirst) {
             warpgroup_wait<0>(acc_dq);
@@ -270,11 +275,11 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
             let_next_kernel_begin();
             wait_for_previous_kernel();
             load_numbers<Shape>(p, shared, shared.work);
-            if (shared.work.count() > 0) barrier_sync(kRowBlocksDone, 128 * Shape::kConsumers + 32);
+            if (shared.work.count > 0) barrier_sync(kRowBlocksDone, 128 * Shape::kConsumers + 32);
             if (threadIdx.x == 32) report_dq<Shape>(p, shared.work);
         } else if (threadIdx.x == 96 && takes_turns) end_turns<Shape>(p, shared, shared.work, rank);
         else if (threadIdx.x == 64 && takes_turns)
-            shared.work.for_each([&](uint32_t i, int h, int m_block) {
+            shared.work.for_each(p, [&](uint32_t i, int h, int m_block) {
                 wait_for_turn<Shape>(p, shared, shared.work, i, h, m_block, rank);
             });
     } else {
@@ -287,7 +292,11 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
 }
 
 template <typename F> auto with_wide_shape(const AttnBackwardParams &p, F f) {
-    return p.max_head_dim() <= 192 ? f.template operator()<WideShape<192>>() : f.template operator()<WideShape<256>>();
+    auto masked = [&]<bool kMasked> {
+        return p.max_head_dim() <= 192 ? f.template operator()<WideShape<192, kMasked>>()
+                                       : f.template operator()<WideShape<256, kMasked>>();
+    };
+    return p.block_mask.rows ? masked.template operator()<true>() : masked.template operator()<false>();
 }
 
 int64_t backward_workspace_wide(const AttnBackwardParams &p) {
@@ -297,8 +306,10 @@ int64_t backward_workspace_wide(const AttnBackwardParams &p) {
 void flash_backward_wide(const AttnBackwardParams &p) {
     auto launch = [&]<typename T, typename Shape> {
         static_assert(sizeof(WideShared<Shape>) <= 227 << 10);
-        launch_bwd<T, Shape, sizeof(WideShared<Shape>)>(
-            p, p.dropout_seed ? flash_bwd_wide<T, Shape, true> : flash_bwd_wide<T, Shape, false>);
+        auto *kernel = flash_bwd_wide<T, Shape, false>;
+        if constexpr (!Shape::kMasked)
+            if (p.dropout_seed) kernel = flash_bwd_wide<T, Shape, true>;
+        launch_bwd<T, Shape, sizeof(WideShared<Shape>)>(p, kernel);
     };
     with_wide_shape(p, [&]<typename Shape> {
         if (p.dtype == DType::kFloat16) launch.template operator()<__half, Shape>();

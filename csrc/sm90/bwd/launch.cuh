@@ -25,7 +25,8 @@ void launch_bwd(const AttnBackwardParams &p, void (*kernel)(BwdParams<Shape>)) {
     const float score_factor =
         p.has_score_mods() ? factors.softmax_scale_log2 : scores.sign * scores.softmax_scale_log2;
     const float scale = scores.softmax_scale, dv_scale = p.dropout_seed ? float(p.keep_scale) : 1.f;
-    const bool rows_first = p.nheads > p.nheads_k && p.window_right == 0 && !p.cu_seqlens_k && !p.deterministic;
+    const bool rows_first = p.nheads > p.nheads_k && p.window_right == 0 && !p.attention_chunk && !Shape::kMasked &&
+                            !p.cu_seqlens_k && !p.deterministic;
     const BwdParams<Shape> params{p,
                                   tma("q", p.q, p.nheads, p.seqlen_q, p.head_dim, kBlockM),
                                   tma("k", p.k, p.nheads_k, p.seqlen_k, p.head_dim, 64),
@@ -34,7 +35,7 @@ void launch_bwd(const AttnBackwardParams &p, void (*kernel)(BwdParams<Shape>)) {
                                   workspace, tiles.template order<Divisor>(p), int(num_items),
                                   rows_first, tiles.heads_together(1, p.nheads_k),
                                   factors, score_factor, scale, dv_scale};
-    launch_clusters(true, kTileBlocks, kernel, Shape::kIsPersistent ? std::min<int64_t>(blocks, num_sms()) : blocks,
+    launch_clusters(kTileBlocks, kernel, Shape::kIsPersistent ? std::min<int64_t>(blocks, num_sms()) : blocks,
                     Shape::kNThreads, kSharedBytes, p.stream, params);
     if constexpr (Shape::kMaxSplits > 1) launch_dkv<T>(p, workspace, scale, dv_scale);
     if (p.dq.data)

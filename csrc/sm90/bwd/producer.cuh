@@ -2,6 +2,7 @@
 // If deterministic, the last two keep turns. flash_bwd_wide_sm90.cu uses some of this.
 #pragma once
 
+#include "common/block_mask.cuh"
 #include "mods/score_mods.cuh"
 #include "sm90/bwd/dq.cuh"
 
@@ -33,6 +34,8 @@ template <typename Shape> struct BwdWorkItem {
     int first_row;                 // that sees a key
     int split_idx, splits, h_end;  // heads [tile.h, h_end)
     int direction;                 // rows first: 1 forwards, -1 backwards; 0: head by head
+    int count;                     // of row blocks of all heads
+    int last_head, last_m_block;   // the last one, if head by head
     // A block counts items, and row blocks: here [begin, end()). volatile: threads with few registers reread them.
     volatile uint32_t idx, begin;
 
@@ -46,9 +49,27 @@ template <typename Shape> struct BwdWorkItem {
         blocks = Mask(seq, p).row_blocks<Shape::kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
         const int group = p.order.heads_per_kv.value, h = tile.h;
         splits = 1, h_end = h + group;
-        if (max_splits == 1) return;
-        splits = p.layout.splits_of(p, seq);
-        tile.h = h + group * min(split_idx, splits) / splits, h_end = h + group * min(split_idx + 1, splits) / splits;
+        if (max_splits > 1) {
+            splits = p.layout.splits_of(p, seq);
+            tile.h = h + group * min(split_idx, splits) / splits;
+            h_end = h + group * min(split_idx + 1, splits) / splits;
+        }
+        count = (h_end - tile.h) * max(0, blocks.end - blocks.begin);
+        last_head = h_end - 1, last_m_block = blocks.end - 1;
+        if constexpr (Shape::kMasked) {
+            count = 0;
+#pragma unroll 1
+            for (int head = tile.h; head < h_end; head++) {
+                const auto seen = seen_blocks(p, head);
+                if (const int n = seen.count(blocks.begin, blocks.end))
+                    count += n, last_head = head, last_m_block = seen.last(blocks.begin, blocks.end);
+            }
+        }
+    }
+    __device__ auto seen_blocks(const BwdParams<Shape> &p, int h) const {
+        constexpr int kUnits = Shape::kBlockN / Unit::kSize;
+        return HeadMask(p.block_mask, tile.b, h)
+            .template rows_of<kUnits, Shape::kBlockM / Unit::kSize>(tile.block * kUnits);
     }
     // The wave if the sample were alone: dk and dv must not depend on other samples.
     __device__ uint32_t wave(const BwdParams<Shape> &p, int max_splits) const {
@@ -56,12 +77,32 @@ template <typename Shape> struct BwdWorkItem {
         const uint32_t i = (tile.h_k - in_group) * p.order.slots + tile.block * p.together + in_group;
         return (i * max_splits + split_idx) * Shape::kTileBlocks / kTilesAtOnce;
     }
-    __device__ int turn(const AttnBackwardParams &p, int m_block) const {
+    // Key tiles that add dQ of these rows before this one.
+    __device__ int turn(const AttnBackwardParams &p, int h, int m_block) const {
+        if constexpr (Shape::kMasked) {
+            constexpr int kRows = Shape::kBlockM / Unit::kSize;
+            const BlockRange keys =
+                Mask(seq, p).key_blocks<Shape::kBlockM, Shape::kBlockN>(m_block * Shape::kBlockM);
+            const auto seen = HeadMask(p.block_mask, tile.b, h)
+                                  .template keys_of<kRows, Shape::kBlockN / Unit::kSize>(m_block * kRows);
+            return KeyTiles<Shape::kBlockN>::is_last_first(p) ? seen.count(tile.block + 1, keys.end)
+                                                              : seen.count(keys.begin, tile.block);
+        }
         return dq_turn<Shape>(p, Mask(seq, p), tile, m_block);
     }
-    __device__ int count() const { return (h_end - tile.h) * max(0, blocks.end - blocks.begin); }
-    __device__ uint32_t end() const { return begin + count(); }
-    template <typename F> __device__ void for_each(F f) const {  // f(i, query head, m_block)
+    __device__ uint32_t end() const { return begin + count; }
+    template <typename F> __device__ void for_each(const BwdParams<Shape> &p, F f) const {  // f(i, query head, m_block)
+        if constexpr (Shape::kMasked) {
+            uint32_t i = begin;
+#pragma unroll 1
+            for (int h = tile.h; h < h_end; h++) {
+                const auto seen = seen_blocks(p, h);
+#pragma unroll 1
+                for (int m_block = blocks.begin; (m_block = seen.first(m_block, blocks.end)) < blocks.end; m_block++)
+                    f(i++, h, m_block);
+            }
+            return;
+        }
         int h = tile.h, m_block = direction < 0 ? blocks.end - 1 : blocks.begin;
         const uint32_t i_end = end();
 #pragma unroll 1
@@ -79,6 +120,7 @@ struct RowBlock {  // consumers have no registers to find it
     int dq_tile;   // among all tiles of rows
     bool is_full;
     float slope;
+    int unit[2][2];  // of a block mask: for the keys of a consumer, and rows
 };
 
 // Place of a row's lse and delta. The four of 16 rows that a lane needs are neighbours.
@@ -128,16 +170,16 @@ __device__ int *dq_semaphore(const BwdParams<Shape> &p, const BwdWorkItem<Shape>
 template <typename Shape, typename Shared>
 __device__ void wait_for_turn(const BwdParams<Shape> &p, Shared &shared, const BwdWorkItem<Shape> &work, uint32_t i,
                               int h, int m_block, int rank = 0) {
-    const int turn = work.turn(p, m_block), *semaphore = dq_semaphore(p, work, h, m_block, rank);
+    const int turn = work.turn(p, h, m_block), *semaphore = dq_semaphore(p, work, h, m_block, rank);
     shared.dq_turns.producer_acquire(i);
     while (load_acquire(semaphore) != turn) {}
     mbarrier_arrive(shared.dq_turns.full_barrier(i));
 }
 template <typename Shape, typename Shared>
 __device__ void end_turns(const BwdParams<Shape> &p, Shared &shared, const BwdWorkItem<Shape> &work, int rank = 0) {
-    work.for_each([&](uint32_t i, int h, int m_block) {
+    work.for_each(p, [&](uint32_t i, int h, int m_block) {
         mbarrier_wait(shared.dq_added[i % 2], i / 2 % 2);
-        store_release(dq_semaphore(p, work, h, m_block, rank), work.turn(p, m_block) + 1);
+        store_release(dq_semaphore(p, work, h, m_block, rank), work.turn(p, h, m_block) + 1);
         mbarrier_arrive(shared.dq_turns.empty[i % 2]);
     });
 }
@@ -187,7 +229,7 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
         auto wait_for_last_turn = [&] {
             const BwdWorkItem<Shape> &before = shared.work_of(work.idx - 1);
             if (is_due && lane_idx == 0)
-                wait_for_turn<Shape>(p, shared, before, before.end() - 1, before.h_end - 1, before.blocks.end - 1);
+                wait_for_turn<Shape>(p, shared, before, before.end() - 1, before.last_head, before.last_m_block);
             is_due = false;
         };
         for (;;) {
@@ -197,11 +239,11 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
                 work.tile.is_valid = i < p.num_items;
             }
             __syncwarp();
-            if (!work.tile.is_valid || work.count() > 0) break;
+            if (!work.tile.is_valid || work.count > 0) break;
             wait_for_last_turn();
             store_zeros<Shape>(p, work);
             if (lane_idx == 0) {
-                wait_for_previous_kernel();  // flash_bwd_dq relies on it
+                wait_for_previous_kernel();  // unobserved by the emulator: flash_bwd_dq, which relies on it, sleeps
                 report_dq<Shape>(p, work);
             }
             __syncwarp();
@@ -209,7 +251,7 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
         if (lane_idx == 0) mbarrier_arrive(shared.work.full_barrier(work.idx));
         wait_for_last_turn();
         if (lane_idx == 0 && p.takes_turns() && work.tile.is_valid)
-            work.for_each([&](uint32_t i, int h, int m_block) {
+            work.for_each(p, [&](uint32_t i, int h, int m_block) {
                 if (i != work.end() - 1) wait_for_turn<Shape>(p, shared, work, i, h, m_block);
             });
         __syncwarp();
@@ -229,7 +271,7 @@ __device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &sh
     mbarrier_arrive_expect_tx(shared.keys.full_barrier(t), sizeof(shared.sK[0]));
     for (int c = 0; c < Shape::kConsumers; c++)
         load_keys(shared.sK[t % 2][c], p.k_tma, shared.keys.full_barrier(t), c);
-    work.for_each([&](uint32_t i, int h, int m_block) {
+    work.for_each(p, [&](uint32_t i, int h, int m_block) {
         shared.rows.producer_acquire(i);
         Barrier &full = shared.rows.full_barrier(i);
         const int row = work.seq.q_begin + m_block * Shape::kBlockM, stage = i % Shape::kStages;
@@ -251,7 +293,7 @@ template <typename Shape, typename Shared>
 __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const BwdWorkItem<Shape> &work) {
     constexpr int kBlockM = Shape::kBlockM, kCount = (kBlockM + 31) / 32;
     const int lane_idx = threadIdx.x % 32;
-    work.for_each([&](uint32_t i, int h, int m_block) {
+    work.for_each(p, [&](uint32_t i, int h, int m_block) {
         const int64_t head = lse_index(p, work.seq.q_begin, work.tile.b, h);
         float lse_log2[kCount], delta[kCount];
 #pragma unroll
@@ -260,6 +302,13 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Bw
             const bool is_row = row >= work.first_row && row < work.seq.seqlen_q;
             lse_log2[j] = is_row ? p.lse_log2[head + row] : INFINITY;
             delta[j] = is_row ? static_cast<const float *>(p.delta)[head + row] : 0.f;
+        }
+        int unit[2][2];
+        if constexpr (Shape::kMasked) {
+            const HeadMask mask(p.block_mask, work.tile.b, h);
+            constexpr int kRows = kBlockM / Unit::kSize;
+            for (int x = 0; x < 2 * kRows; x++)
+                unit[x / kRows][x % kRows] = mask.unit(m_block * kRows + x % kRows, work.tile.block * 2 + x / kRows);
         }
         shared.rows.producer_acquire(i);
         const int stage = i % Shape::kStages, slot = slot_of_row(thread_idx() % 32);
@@ -271,6 +320,8 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Bw
             RowBlock &block = shared.row_block(i);
             block.h = h, block.m_block = m_block, block.is_full = work.blocks.is_full(m_block);
             block.dq_tile = p.layout.row_tile(p, work.tile.b, h, m_block);
+            if constexpr (Shape::kMasked)
+                for (int x = 0; x < 4; x++) block.unit[x / 2][x % 2] = unit[x / 2][x % 2];
             block.slope = p.alibi_slopes
                               ? p.alibi_slopes[work.tile.b * p.alibi_batch_stride + h] * p.factors.per_unit : 0.f;
         }

@@ -36,7 +36,7 @@ template <typename Shape> struct ChangedWorkItem : WorkItem<Shape> {
     // ALiBi's scores fall on both sides of the diagonal. If all rows see all keys, walks begin there: row_max grows
     // in the first blocks alone.
     __device__ void extend(const ChangedParams &p) {
-        const Mask &mask = Base::mask;
+        const auto &mask = Base::mask;
         const int last_row = tile.block * Shape::kBlockM + Shape::kBlockM - 1;
         const bool sees_all = last_row < mask.seqlen_q && mask.left <= -mask.seqlen_q && mask.right >= mask.seqlen_k;
         first = n_block_max - 1;
@@ -108,7 +108,6 @@ __device__ void exp2_and_sum(float (&acc_s)[kNTiles][4], float (&sum)[2], Score 
 template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shape> {
     using Base = PlainScores<T, Shape>;
     using WorkItem = Shape::WorkItem;
-    using Walk = WrappedWalk<Shape>;
     using Base::kBlockN, Base::kNTiles;
     using Base::p, Base::shared, Base::consumer, Base::kv_item, Base::softmax, Base::acc_s, Base::is_too_large;
     static constexpr float kLog2E = ScoreFactors<float>::kLog2E;
@@ -126,6 +125,10 @@ template <typename T, typename Shape> struct ChangedScores : PlainScores<T, Shap
         softmax = Softmax<1>(1.f);  // scores are in units of log2
     }
     __device__ bool has_full_blocks() const { return true; }
+    __device__ WrappedWalk<Shape> begin_walk(const WorkItem &work, const BlockRange &blocks, uint32_t num_full,
+                                             int n_block) {
+        return {work, blocks, num_full, n_block};
+    }
 
     __device__ void prefetch(const WorkItem &work, int n_block, int row) {
         const MaskBits &bits = p.mask_bits;

@@ -1,6 +1,7 @@
 // The forward pass on Hopper with a softcap, ALiBi, a bias or a mask of bool.
 #include "sm90/flash_sm90.cuh"
 #include "sm90/mods/changed_scores.cuh"
+#include "sm90/mods/mask_units.cuh"
 
 namespace sm90 {
 
@@ -20,6 +21,7 @@ template <typename Run> auto with_mods_shape(int head_dim, Run run) {  // the mo
 }
 
 int64_t num_mask_words(const AttnParams &p) {
+    if (p.has_mask_alone()) return num_words(units_of_mask(p), p);
     return with_mods_shape(p.max_head_dim(),
                            [&]<typename Shape>() { return make_mask_bits<Shape::kBlockN>(p).size(); });
 }

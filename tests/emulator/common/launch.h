@@ -6,9 +6,11 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -16,6 +18,7 @@
 
 #include "common/device.h"
 #include "cuda_runtime.h"
+#include "host/bits.h"
 
 #define __global__
 #define __host__
@@ -60,7 +63,10 @@ void *shared_memory();
 uint32_t address_in_shared_memory(const void *p);
 void stored_16_bytes(const void *to);
 
-void run_grid(int64_t blocks, int threads, int cluster, size_t shared_bytes, void (*thread)(void *args), void *args);
+// Kernels in the order of a stream. The host waits for all of them.
+void enqueue(int64_t blocks, int threads, int cluster, size_t shared_bytes, bool may_begin_early,
+             std::function<void()> kernel);
+void wait_for_kernels();
 
 struct Index { unsigned x; };
 
@@ -105,6 +111,14 @@ template <typename T> T __shfl_up_sync(unsigned mask, T x, int lanes) {
     const int lane_idx = threadIdx.x % 32;
     return __shfl_sync(mask, x, lane_idx < lanes ? lane_idx : lane_idx - lanes);
 }
+inline int __reduce_add_sync(unsigned mask, int x) {
+    for (int lanes = 1; lanes < 32; lanes *= 2) x += __shfl_xor_sync(mask, x, lanes);
+    return x;
+}
+inline int __reduce_max_sync(unsigned mask, int x) {
+    for (int lanes = 1; lanes < 32; lanes *= 2) x = max(x, __shfl_xor_sync(mask, x, lanes));
+    return x;
+}
 inline int __any_sync(unsigned mask, int x) {
     if (mask != ~0u) emulator::fail("__any_sync with mask %#x", mask);
     emulator::meet("__any_sync", &x, [](void *(&lanes)[32]) {
@@ -124,10 +138,11 @@ inline unsigned __ballot_sync(unsigned mask, bool x) {
     });
     return mine.all;
 }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline void __trap() { emulator::fail("__trap"); }
 inline void __syncwarp() {
     emulator::meet("__syncwarp", nullptr, [](void *(&)[32]) {});
@@ -150,32 +165,24 @@ template <typename T> T from_float(float x);  // rounds to nearest even
 
 template <typename Tiles> Tiles &shared_memory() { return *static_cast<Tiles *>(emulator::shared_memory()); }
 
-// Run kernel(args...) for every block of the grid and return when all are done. There are no streams.
-template <typename... Args>
-void run(void (*kernel)(Args...), int64_t blocks, int threads, int cluster, size_t shared_bytes, Args... args) {
-    if (blocks == 0) return;
-    if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
-    auto call = [&] { kernel(args...); };
-    auto thread = [](void *p) { (*static_cast<decltype(call) *>(p))(); };
-    emulator::run_grid(blocks, threads, cluster, shared_bytes, thread, &call);
-}
+// There is one stream.
 template <typename... Args>
 void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
             std::type_identity_t<Args>... args) {
-    run<Args...>(kernel, blocks, threads, 1, shared_bytes, args...);
+    emulator::enqueue(blocks, threads, 1, shared_bytes, false, [=] { kernel(args...); });
+}
+template <typename... Args>
+void launch_clusters(int cluster, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
+                     std::type_identity_t<Args>... args) {
+    emulator::enqueue(blocks, threads, cluster, shared_bytes, true, [=] { kernel(args...); });
 }
 template <typename... Args>
 void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
                   std::type_identity_t<Args>... args) {
-    launch<Args...>(kernel, blocks, threads, shared_bytes, stream, args...);
+    launch_clusters<Args...>(1, kernel, blocks, threads, shared_bytes, stream, args...);
 }
-template <typename... Args>
-void launch_clusters(bool, int cluster, void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *,
-                     std::type_identity_t<Args>... args) {
-    run<Args...>(kernel, blocks, threads, cluster, shared_bytes, args...);
-}
-inline void wait_for_previous_kernel() {}
-inline void let_next_kernel_begin() {}
+void wait_for_previous_kernel();
+void let_next_kernel_begin();
 template <typename... Params> void prefetch_parameters(const Params &...) {}
 
 }  // namespace device

@@ -44,19 +44,18 @@ struct Case {
     int max_seqlen_q = 0;          // 0: the largest
     enum Tree { kNone, kBranches, kCausal } tree = kNone;  // the tree mask; kCausal is the causal mask as one
     int tall = INT_MAX, prefill = INT_MAX;  // from so many rows on decode_sm90.cu and prefill_sm90.cu serve a sample
+    int chunk = 0;
 
     int samples() const { return int(seqused_k.size()); }
     int capacity() const { return pages ? size * pages : size; }
 };
 
-Case prefill(Case c, int rows = 1) {
-    c.prefill = rows;
-    return c;
-}
-Case tall(Case c, int rows = 1, int prefill = INT_MAX) {
-    c.tall = rows, c.prefill = prefill;
-    return c;
-}
+Case chunks(Case c, int chunk) { return c.chunk = chunk, c; }
+Case prefill(Case c, int rows = 1) { return c.prefill = rows, c; }
+Case tall(Case c, int rows = 1, int prefill = INT_MAX) { return c.tall = rows, c.prefill = prefill, c; }
+Case splits(Case c, int num_splits) { return c.num_splits = num_splits, c; }
+Case tree(Case c, Case::Tree tree = Case::kBranches) { return c.tree = tree, c; }
+Case longest(Case c, int max_seqlen_q) { return c.max_seqlen_q = max_seqlen_q, c; }
 
 constexpr int kPadding = 19;  // rows after the last sample of a packed batch
 constexpr DType f16 = DType::kFloat16, b16 = DType::kBFloat16;
@@ -84,41 +83,37 @@ const std::vector<Case> cases = {
     {"batch_idx",  b16,  4, 2, 1,  64,  64,  150, 0, {150, 20, 0}, -1, -1, {}, {}, {}, 0, 1, false, false, true},
     {"window",     b16,  4, 2, 4, 128, 128,  400, 0, {400, 100, 2}, 70, 0},
     {"window_both", f16, 2, 1, 6,  64,  64,  300, 0, {300, 20}, 100, 2},
+    chunks({"chunks", b16, 4, 2, 4, 128, 128, 400, 0, {400, 100, 2, 258}, -1, 0}, 128),
+    chunks({"chunks_window", f16, 2, 1, 6, 64, 64, 300, 0, {300, 130, 3}, 100, 2}, 100),
+    tall(chunks({"tall_chunks", b16, 8, 1, 6, 64, 64, 400, 0, {400, 130}, -1, 0}, 128)),
     {"softcap",    b16,  4, 2, 1, 128, 128,  200, 0, {200, 60}, -1, -1, {}, {}, {}, 2},
     {"alibi",      f16,  4, 2, 3,  64,  64,   16, 12, {180, 60}, -1, 0, {}, {}, {}, 0, 1, true},
     {"sinks",      b16,  4, 2, 1, 128, 128,  200, 0, {200, 0, 64}, -1, -1, {}, {}, {}, 0, 1, false, true},
     {"everything", b16,  4, 2, 3, 104,  64,   16, 13, {200, 90, 7}, 150, 0, {3, 0, 1}, {}, {}, 3, -1, true, true},
     {"packed",     f16,  4, 2, 0,  64,  64,   16, 12, {180, 60, 5, 0}, -1, 0, {}, {0, 1, 4, 4, 7}},
-    {"packed_long", b16, 4, 1, 0, 128, 128,  200, 0, {180, 200}, -1, 0, {}, {0, 1, 30}, {}, 0, 1, false, false, false,
-     false, 0, 1},
+    longest({"packed_long", b16, 4, 1, 0, 128, 128, 200, 0, {180, 200}, -1, 0, {}, {0, 1, 30}}, 1),
     {"packed_shapes", b16, 16, 1, 0, 128, 128, 1300, 0, {1300, 1200, 100}, -1, 0, {}, {0, 1, 2, 4}},
     {"packed_joins", b16, 4, 1, 0, 128, 128, 1300, 0, {1300, 1200, 1100}, -1, 0, {}, {0, 1, 3, 8}},
     {"packed_padding", f16, 4, 1, 0,  64,  64,  300, 0, {300, 300}, -1, 0, {}, {0, 1, 6}},
     {"tiny_scale", f16,  2, 1, 1,  64,  64,  100, 0, {100}, -1, -1, {}, {}, {}, 0, 1e-38},
     {"packed_ones", b16, 4, 1, 0, 128, 128,   16, 20, {300, 200, 310}, -1, 0, {}, {0, 1, 2, 3}},
     {"seqused_q",  b16,  4, 2, 3,  64,  64,  200, 0, {200, 90}, -1, 0, {}, {}, {1, 3}},
-    {"no_splits",  f16,  4, 2, 1,  64,  64,  300, 0, {300, 100}, -1, -1, {}, {}, {}, 0, 1, false, false, false, false,
-     1},
-    {"tiles_and_splits", f16, 20, 1, 4, 64, 64, 500, 0, {500, 300}, -1, 0, {}, {}, {}, 0, 1, false, false, false, false,
-     5},
-    {"three_splits", b16, 4, 2, 2, 128, 128, 400, 0, {400, 300, 10}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
-     false, 3},
+    splits({"no_splits", f16, 4, 2, 1, 64, 64, 300, 0, {300, 100}}, 1),
+    splits({"tiles_and_splits", f16, 20, 1, 4, 64, 64, 500, 0, {500, 300}, -1, 0}, 5),
+    splits({"three_splits", b16, 4, 2, 2, 128, 128, 400, 0, {400, 300, 10}, -1, 0}, 3),
     {"scale_0",    f16,  2, 1, 1,  64,  64,  100, 0, {100}, -1, -1, {}, {}, {}, 0, 0},
     {"scale_30",   b16,  2, 1, 1, 128, 128,  300, 0, {300, 70}, -1, -1, {}, {}, {}, 0, 30},
     {"clamped",    f16,  2, 1, 1,  64,  64,   16, 4, {1 << 30, -5}},
-    {"tree",       b16,  4, 2, 5, 128, 128,  300, 0, {300, 66, 5, 3}, -1, -1, {}, {}, {}, 0, 1, false, false, false,
-     false, 0, 0, Case::kBranches},
-    {"tree_tiles", f16,  6, 1, 9,  64,  64,   16, 20, {260, 8, 100}, -1, -1, {3, 0, 50}, {}, {9, 4, 7}, 0, 1, false,
-     true, false, false, 0, 0, Case::kBranches},
-    {"tree_64",    b16,  2, 1, 64, 64,  64,  200, 0, {200, 70}, -1, -1, {}, {}, {}, 0, 1, false, false, false, false, 3,
-     0, Case::kBranches},
-    {"tree_causal", f16, 4, 2, 7,  64,  64,  260, 0, {260, 100, 7}, -1, 0, {}, {}, {}, 0, 1, false, false, false, false,
-     0, 0, Case::kCausal},
+    tree({"tree", b16, 4, 2, 5, 128, 128, 300, 0, {300, 66, 5, 3}}),
+    tree({"tree_tiles", f16, 6, 1, 9, 64, 64, 16, 20, {260, 8, 100}, -1, -1, {3, 0, 50}, {}, {9, 4, 7}, 0, 1, false,
+          true}),
+    tree(splits({"tree_64", b16, 2, 1, 64, 64, 64, 200, 0, {200, 70}}, 3)),
+    tree({"tree_causal", f16, 4, 2, 7, 64, 64, 260, 0, {260, 100, 7}, -1, 0}, Case::kCausal),
     {"many",       f16,  2, 1, 1,  64,  64,   16, 3, std::vector<int>(300, 40)},
     {"uneven",     b16,  2, 1, 1, 128, 128, 3000, 0, {100, 3000, 5, 0, 64, 70}},  // one sample has later work items
     {"uneven_heads", f16, 4, 2, 3, 64, 64,  5000, 0, {4900, 30, 70, 4000}, -1, 0},
-    {"uneven_packed", b16, 1, 1, 0, 128, 128, 9000, 0, {9000, 8000, 50}, -1, 0, {}, {0, 1, 11, 12}, {}, 0, 1, false, false,
-     false, false, 0, 1},  // a sample has more rows than max_seqlen_q
+    // A sample has more rows than max_seqlen_q, another none.
+    longest({"uneven_packed", b16, 1, 1, 0, 128, 128, 9000, 0, {9000, 8000, 50, 60}, -1, 0, {}, {0, 1, 11, 11, 12}}, 1),
     {"uneven_clusters", b16, 1, 1, 1, 128, 128, 9000, 0, {9000, 100}},
     {"uneven_256", f16,  2, 1, 1, 256, 256,   16, 90, {1400, 30, 200}},
     prefill({"prefill", b16, 4, 2, 200, 128, 128, 330, 0, {330, 205, 64}, -1, 0}),
@@ -149,31 +144,24 @@ const std::vector<Case> cases = {
     tall({"tall_everything", b16, 4, 2, 3, 104, 64, 200, 0, {200, 90, 7}, 150, 0, {3, 0, 1}, {}, {}, 3, 3, true, true}),
     tall({"tall_batch_idx", f16, 4, 2, 5, 64, 64, 150, 0, {150, 20, 0}, -1, -1, {}, {}, {}, 0, 1, false, false, true}),
     tall({"tall_seqused_q", b16, 4, 2, 9, 64, 64, 200, 0, {200, 90}, -1, 0, {}, {}, {1, 9}}, 5),
-    tall({"tall_splits", b16, 4, 2, 5, 128, 128, 400, 0, {400, 300, 10}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
-          false, 3}),
+    tall(splits({"tall_splits", b16, 4, 2, 5, 128, 128, 400, 0, {400, 300, 10}, -1, 0}, 3)),
     tall({"tall_clamped", f16, 2, 1, 5, 64, 64, 16, 4, {1 << 30, -5}}),
     tall({"tall_uneven", b16, 2, 1, 5, 128, 128, 3000, 0, {100, 3000, 5, 0, 64, 70}, -1, 0}),
-    tall({"tall_tree", f16, 6, 1, 9, 64, 64, 16, 20, {260, 8, 100}, -1, -1, {}, {}, {9, 4, 7}, 0, 1, false, true, false,
-          false, 0, 0, Case::kBranches}),
+    tall(longest({"tall_tiles", b16, 4, 1, 0, 128, 128, 200, 0, {180, 200}, -1, 0, {}, {0, 1, 30}}, 1)),
+    tree(tall({"tall_tree", f16, 6, 1, 9, 64, 64, 16, 20, {260, 8, 100}, -1, -1, {}, {}, {9, 4, 7}, 0, 1, false,
+               true})),
     tall({"all_kernels", b16, 4, 2, 0, 128, 128, 16, 14, {200, 180, 100, 224, 5}, -1, 0, {}, {0, 1, 90, 97, 300, 300}},
          5, 50),
     prefill({"mixed_padding", b16, 2, 1, 0, 64, 64, 32, 5, {150, 150}, -1, 0, {}, {0, 5, 100}}, 20),
 };
 
-// What has ones in all bits is NaN, or must be written before it is read.
-template <typename T> struct Memory {
-    std::vector<T> host;
-    T *device;
-    explicit Memory(std::vector<T> x) : host(x), device(static_cast<T *>(allocate(bytes()))) { upload(); }
-    Memory(const Memory &) = delete;
-    ~Memory() { release(device); }
-    size_t bytes() const { return host.size() * sizeof(T); }
-    void upload() { copy(device, host.data(), bytes()); }
-    void fetch() { copy(host.data(), device, bytes()); }
-    void make_nan() { std::memset(static_cast<void *>(host.data()), 0xff, bytes()), upload(); }
-};
-
 int clamp(int x, int most) { return std::max(0, std::min(x, most)); }
+
+// As append.cu does, while the next kernel may have begun.
+__global__ void store_lengths(int *to, const int *from, int count) {
+    let_next_kernel_begin();
+    for (int b = threadIdx.x; b < count; b += blockDim.x) to[b] = from[b];
+}
 
 // A case, or one sample of it (only >= 0), in memory.
 template <typename T> struct Call {
@@ -183,7 +171,7 @@ template <typename T> struct Call {
     int64_t row_stride, v_row_stride;
     Memory<T> q, kv, o;
     Memory<float> lse, slopes, sinks;
-    Memory<int> seqused_k, seqused_q, leftpad_k, batch_idx, page_table, cu_seqlens_q;
+    Memory<int> lengths, seqused_k, seqused_q, leftpad_k, batch_idx, page_table, cu_seqlens_q;
     Memory<uint64_t> tree_mask;
     DecodeParams p{};
     bool is_mixed = false;  // known when it has run
@@ -196,7 +184,7 @@ template <typename T> struct Call {
           row_stride(c.is_interleaved ? c.head_dim + c.head_dim_v : c.head_dim),
           v_row_stride(c.is_interleaved ? row_stride : c.head_dim_v), q(numbers(rows * c.nheads * c.head_dim)),
           kv(cache()), o(std::vector<T>(rows * c.nheads * c.head_dim_v)), lse(std::vector<float>(rows * c.nheads)),
-          slopes(floats(c.nheads)), sinks(floats(c.nheads)), seqused_k(of_samples(c.seqused_k)),
+          slopes(floats(c.nheads)), sinks(floats(c.nheads)), lengths(of_samples(c.seqused_k)), seqused_k(lengths.host),
           seqused_q(of_samples(c.seqused_q)), leftpad_k(of_samples(c.leftpad_k)), batch_idx(of_samples(indices())),
           page_table(tables()), cu_seqlens_q(bounds()), tree_mask(words()) {
         // Rows of q are those of the whole batch.
@@ -288,7 +276,8 @@ template <typename T> struct Call {
         const int diagonal = row + keys_of(b) - rows_of_sample(b);
         if (c.tree == Case::kBranches && key >= keys_of(b) - rows_of_sample(b))
             return tree_sees(b, row, key - (keys_of(b) - rows_of_sample(b)));
-        return (c.left < 0 || key >= diagonal - c.left) && (c.right < 0 || key <= diagonal + c.right);
+        return (c.left < 0 || key >= diagonal - c.left) && (c.right < 0 || key <= diagonal + c.right) &&
+               (!c.chunk || (diagonal >= 0 && key / c.chunk == diagonal / c.chunk));
     }
     // NaN but for what some row sees.
     std::vector<T> cache() {
@@ -323,7 +312,8 @@ template <typename T> struct Call {
         p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v, p.dtype = c.dtype, p.softcap = c.softcap;
         p.softmax_scale = float(c.scale / std::sqrt(double(c.head_dim)));
         c.tree ? p.set_window(-1, -1) : p.set_window(c.left, c.right);
-        p.seqused_k = seqused_k.device;
+        p.attention_chunk = c.chunk;
+        p.seqused_k = lengths.device;
         if (is_packed) p.cu_seqlens_q = cu_seqlens_q.device;
         if (!c.seqused_q.empty()) p.seqused_q = seqused_q.device;
         if (!c.leftpad_k.empty()) p.leftpad_k = leftpad_k.device;
@@ -345,41 +335,33 @@ template <typename T> struct Call {
         o.make_nan(), lse.make_nan();
         Memory<int> tile_counter({0});
         p.tile_counter = tile_counter.device;
-        // Each launch has its own, as in decode_op.cpp, and nothing to spare.
-        int64_t num_counters = 1;
-        auto count = [&](int64_t number) { num_counters += number; };
-        const FewestRows fewest{c.tall, c.prefill};
-        launch_by_rows(
-            p, fewest, num_sms(), true, [](const DecodeParams &) {},
-            [&](const DecodeParams &p) { count(sm90::num_decode_counters(p)); },
-            [&](const DecodeParams &p) { count(sm80::num_decode_counters(p)); });
-        const std::vector<int> zeros(num_counters);
-        Memory<int> counters(zeros);
-        p.counters = counters.device;
         std::vector<std::unique_ptr<Memory<char>>> workspaces;  // until all launches have ended
-        auto decode = [&](DecodeParams launched, int64_t bytes, int64_t counts,
-                          void (*flash_decode)(const DecodeParams &)) {
+        std::vector<std::unique_ptr<Memory<int>>> counters;     // of each launch, and nothing to spare
+        auto decode = [&](DecodeParams launched, DecodeSizes sizes, void (*flash_decode)(const DecodeParams &)) {
             // Gaps in it are read, and what is read there is ignored.
-            const Memory<char> &workspace =
-                *workspaces.emplace_back(std::make_unique<Memory<char>>(std::vector<char>(bytes + 1, char(0xff))));
-            launched.workspace = workspace.device, launched.counters = p.counters, p.counters += counts;
+            const std::vector<char> gaps(sizes.workspace_bytes + 1, char(0xff));
+            const Memory<char> &workspace = *workspaces.emplace_back(std::make_unique<Memory<char>>(gaps));
+            const std::vector<int> zeros(sizes.num_counters + 1);
+            counters.push_back(std::make_unique<Memory<int>>(zeros));
+            launched.workspace = workspace.device, launched.counters = counters.back()->device;
+            if (launched.phase == Phase::kAlone) {
+                lengths.make_nan();
+                launch(store_lengths, 1, 32, 0, nullptr, lengths.device, seqused_k.device, samples);
+            }
             flash_decode(launched);
         };
         launch_by_rows(
-            p, fewest, num_sms(), true,
+            p, FewestRows{c.tall, c.prefill}, num_sms(), true,
             [&](const DecodeParams &p) {
                 is_mixed = p.phase != Phase::kAlone;
                 if (p.phase != Phase::kPrefill || has_first_prefill) sm90::flash_prefill(p);
             },
-            [&](const DecodeParams &p) {
-                decode(p, sm90::decode_workspace(p), sm90::num_decode_counters(p), sm90::flash_decode);
-            },
-            [&](const DecodeParams &p) {
-                decode(p, sm80::decode_workspace(p), sm80::num_decode_counters(p), sm80::flash_decode);
-            });
-        o.fetch(), lse.fetch(), counters.fetch();
-        if (std::count(counters.host.begin(), counters.host.end(), 0) != std::ssize(counters.host))
-            throw std::runtime_error("counters are not 0 again");
+            [&](const DecodeParams &p) { decode(p, sm90::decode_sizes(p), sm90::flash_decode); },
+            [&](const DecodeParams &p) { decode(p, sm80::decode_sizes(p), sm80::flash_decode); });
+        o.fetch(), lse.fetch();
+        for (auto &x : counters)
+            if (x->fetch(); std::count(x->host.begin(), x->host.end(), 0) != std::ssize(x->host))
+                throw std::runtime_error("counters are not 0 again");
     }
 
     // The place of row i of sample b of the whole case, in o and lse of this call.
@@ -489,6 +471,10 @@ template <typename T> void run(const Case &c, double epsilon, const std::vector<
     for (const std::string &name : schedules) try {
             // Two stages fit 99 KB, as a GPU of compute capability 8.6 has them, and three fit 227 KB.
             choose_schedule(name, name.starts_with("--late") ? 99 << 10 : 227 << 10);
+#if MINIMAL_ATTN_EMULATED
+            // A larger GPU has room for clusters, and for several work items of a sample.
+            emulator::gpu.num_sms *= name.starts_with("--early") ? 2 : name.starts_with("--late") ? 4 : 1;
+#endif
             Call<T> call(c, -1);
             for (bool has_first_prefill : {true, false}) {
                 if (!has_first_prefill && !call.is_mixed) break;

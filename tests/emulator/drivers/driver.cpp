@@ -7,6 +7,7 @@
 //   g++ -std=c++20 -pthread -Icsrc tests/emulator/drivers/driver.cpp     or     nvcc -std=c++20 -Icsrc -x cu ...
 //
 // There the kernels are included; for the emulator they are linked.
+#include <list>
 #include <map>
 
 #if MINIMAL_ATTN_EMULATED
@@ -20,6 +21,8 @@ using namespace device;
 #include "sm80/flash_sm80.cu"
 #include "sm90/flash_sm90.cu"
 #include "sm90/mods/flash_dropout_sm90.cu"
+#include "sm90/mods/flash_masked_sm90.cu"
+#include "sm90/mods/flash_max_logits_sm90.cu"
 #include "sm90/mods/flash_mods_sm90.cu"
 #include "sm90/flash_dmma.cu"
 #include "simt/flash_bwd.cu"
@@ -43,7 +46,8 @@ using namespace simt;
 
 void forward(const Case &c, const AttnParams &p) {
 #if HAS_GPU
-    if (is_sm80(c) || (c.tiling == kSm90 && c.dropout_p > 0 && p.has_score_mods())) return sm80::flash_forward(p);
+    const bool has_more = p.has_score_mods() || p.attention_chunk || p.block_mask.rows;  // than sm90's forward pass with dropout knows
+    if (is_sm80(c) || (c.tiling == kSm90 && c.dropout_p > 0 && has_more)) return sm80::flash_forward(p);
     if (c.tiling == kSm90) return sm90::flash_forward(p);
     if (c.tiling == kDmma) return dmma::flash_forward(p);
 #endif
@@ -79,6 +83,7 @@ template <typename T> void run_and_check(Tensors<T> &x, Reference<T> &expected, 
 #endif
     forward(c, x.p);
     check(x.lse, expected.lse, lse_error, 0);
+    if (c.has_max) check(x.max_logits, expected.max_logits, lse_error, 0);
     check(x.o, expected.out, error, epsilon);
     if (!has_backward(c)) return;
     backward(c, x.p);

@@ -26,6 +26,8 @@ struct Case {
     double dropout_p = 0;
     double scale = 1;  // of the scores, beside 1 / sqrt(head_dim)
     int window_left = -1, window_right = -1;  // of a causal case window_right is 0
+    int chunk = 0;
+    bool has_max = false;  // max_logits
     std::vector<int> cu_seqlens_q = {}, cu_seqlens_k = {};  // of a packed batch, whose batch_size is 1
     std::vector<int> seqused_k = {};
     int head_dim_v = head_dim;
@@ -33,6 +35,7 @@ struct Case {
     double softcap = 0;
     bool has_alibi = false;
     std::optional<DType> bias = {};
+    bool has_block_mask = false;  // of units that are hidden, seen or neither, in any order
     std::string bias_shape = "BHRK";  // a dimension that is missing is shared
     bool is_part = false;  // of a larger problem, whose dropout it has
     bool in_any_order = false;  // dQ is summed in any order, as it always is with dropout
@@ -45,6 +48,10 @@ struct Case {
 
 Case window(Case c, int left, int right) {
     c.window_left = left, c.window_right = right;
+    return c;
+}
+Case chunks(Case c, int chunk) {
+    c.chunk = chunk;
     return c;
 }
 // The tensors have nine rows and nine keys more than the samples, if the case does not say otherwise.
@@ -62,9 +69,14 @@ Case head_dim_of_v(Case c, int head_dim_v) { return with<&Case::head_dim_v>(c, h
 Case with_spike(Case c, int begin, int end) { return with<&Case::spike>(c, std::vector{begin, end}); }
 Case in_any_order(Case c) { return with<&Case::in_any_order>(c, true); }
 Case part_of_more(Case c) { return with<&Case::is_part>(c, true); }
+Case with_max(Case c) { return with<&Case::has_max>(c, true); }
 Case with_sinks(Case c) { return with<&Case::has_sinks>(c, true); }
 Case with_mods(Case c, double softcap, bool has_alibi, std::optional<DType> bias = {}, std::string shape = "BHRK") {
     c.softcap = softcap, c.has_alibi = has_alibi, c.bias = bias, c.bias_shape = shape;
+    return c;
+}
+Case with_block_mask(Case c, std::string shape) {
+    c.has_block_mask = true, c.bias_shape = shape;
     return c;
 }
 Case lengths_of_keys(Case c, std::vector<int> seqused_k) { return with<&Case::seqused_k>(c, seqused_k); }
@@ -220,6 +232,34 @@ const std::vector<Case> cases = {
     window(with_spike({"sm90_window_spike", f16, 1, 1, 1, 400, 400, 64, false, kHeads, {}, kSm90, 0, 30}, 128, 256),
            200, 0),
     window({"sm90_window_below_0", f16, 1, 1, 1, 70, 300, 64, false, kHeads, {}, kSm90, 0, -1}, 150, 0),
+    // Chunks that end within a block of rows or of keys, have a block whole, or hide the first rows.
+    chunks({"simt_chunks",      f32, 1, 2, 1, 150, 170,  36, false, kGaps}, 40),
+    chunks({"sm80_chunks",      f16, 1, 2, 1, 200, 300,  64, true,  kHeads,  {}, kSm80}, 150),
+    chunks(window({"sm80_chunks_window", b16, 1, 4, 2, 150, 150, 128, false, kRows, {}, kSm80}, 20, 33), 64),
+    chunks({"sm90_chunks",      f16, 1, 2, 1, 400, 500,  64, true,  kHeads,  {}, kSm90}, 200),
+    chunks({"sm90_chunks_more_rows", b16, 2, 2, 2, 250, 200, 128, false, kRows, {250, 30}, kSm90}, 70),
+    chunks(in_any_order({"sm90_chunks_pair", b16, 1, 1, 1, 200, 400, 256, true, kHeads, {}, kSm90}), 100),
+    chunks({"sm90_chunks_dropout", f16, 1, 2, 1, 200, 300, 64, true, kHeads, {}, kSm90, 0.1}, 150),
+    chunks(with_mods({"sm90_chunks_mods", b16, 1, 2, 1, 150, 300, 128, false, kHeads, {}, kSm90, 0.1, -0.2}, 2, true), 70),
+    with_max({"simt_max",       f32, 1, 2, 1,  70, 130,  36, true,  kRows}),
+    with_max(with_mods({"sm80_max", f16, 1, 2, 1, 130, 150, 64, true, kHeads, {}, kSm80, 0.25}, 2, true)),
+    with_max(with_sinks({"sm90_max", f16, 2, 4, 2, 200, 330, 64, true, kRows, {200, 165}, kSm90})),
+    with_max({"sm90_max_scale_30", b16, 1, 1, 1, 70, 401, 128, false, kHeads, {}, kSm90, 0, 30}),
+    with_max(packed({"sm90_max_packed", b16, 1, 2, 1, 0, 0, 192, true, kRows, {}, kSm90}, {0, 70, 70, 200},
+                    {0, 30, 50, 300})),
+    with_block_mask({"sm90_units",   f16, 1, 2, 1, 400, 500,  64, false, kHeads,  {}, kSm90}, "HRK"),
+    with_block_mask({"sm90_units_causal", b16, 2, 2, 1, 450, 450, 128, true, kRows, {450, 321}, kSm90}, "RK"),
+    with_block_mask({"sm90_units_splits", b16, 2, 20, 1, 110, 110, 64, false, kRows, {110, 40}, kSm90}, "HRK"),
+    in_any_order(with_block_mask({"sm90_units_pair", f16, 1, 4, 2, 200, 400, 256, true, kRows, {}, kSm90}, "HRK")),
+    with_block_mask({"simt_units",   f32, 1, 2, 1, 150, 170,  36, true,  kGaps}, "HRK"),
+    with_block_mask(with_mods({"simt_units_bias", f16, 2, 2, 1, 70, 130, 100, false, kRows, {}, kBest, 0.25}, 2, true), "BHRK"),
+    with_block_mask({"sm80_units",   f16, 2, 4, 1, 300, 450,  64, false, kHeads,  {}, kSm80}, "RK"),
+    in_any_order(with_block_mask(with_max({"sm80_units_max", b16, 1, 2, 1, 200, 450, 128, true, kRows, {}, kSm80}), "HRK")),
+    in_any_order(with_block_mask({"sm80_units_256", f16, 1, 1, 1, 200, 300, 200, false, kHeads, {}, kSm80, 0.25}, "RK")),
+    with_block_mask(with_sinks({"sm90_units_96", b16, 1, 1, 1, 200, 300, 88, false, kSlices, {}, kSm90}), "BHRK"),
+    window(with_block_mask({"sm90_units_192", f16, 1, 1, 1, 130, 400, 192, false, kHeads, {}, kSm90}, "RK"), 250, -1),
+    with_block_mask({"sm90_units_256", b16, 2, 1, 1, 130, 300, 256, false, kHeads, {}, kSm90, 0, -1}, "BRK"),
+    with_block_mask({"sm90_units_scale_30", f16, 1, 2, 1, 200, 700, 128, false, kHeads, {}, kSm90, 0, 30}, "HRK"),
     // Packed batches: samples of no rows, of no keys, of one row, and longer than a tile.
     packed({"simt_packed",        f32, 1, 2, 1, 0, 0,  40, false, kRows}, {0, 70, 70, 71, 100, 109},
            {0, 5, 70, 71, 71, 170}),
@@ -333,7 +373,8 @@ const std::vector<Case> cases = {
 };
 
 bool is_sm90_backward(const Case &c) {
-    if (c.tiling != kSm90 || c.bias || (c.seqlen_q == 0 && !c.is_packed())) return false;
+    const bool has_mask_alone = c.bias == boolean && c.softcap == 0 && !c.has_alibi && c.dropout_p == 0 && !c.chunk;
+    if (c.tiling != kSm90 || (c.bias && !has_mask_alone) || (c.seqlen_q == 0 && !c.is_packed())) return false;
     return c.max_head_dim() <= 128 || (c.softcap == 0 && !c.has_alibi);
 }
 bool is_sm80(const Case &c) { return c.tiling == kSm80 || c.tiling == kSm80Narrow; }

@@ -33,6 +33,25 @@ void *allocate(size_t bytes) { return std::malloc(bytes); }
 void release(void *p) { std::free(p); }
 void copy(void *to, const void *from, size_t bytes) { if (bytes) std::memcpy(to, from, bytes); }
 #endif
+#if MINIMAL_ATTN_EMULATED
+using emulator::wait_for_kernels;
+#else
+void wait_for_kernels() {}  // copy() does
+#endif
+
+// What has ones in all bits is NaN, or must be written before it is read.
+template <typename T> struct Memory {
+    std::vector<T> host;
+    T *device = nullptr;
+    Memory() = default;
+    explicit Memory(std::vector<T> x) : host(x), device(static_cast<T *>(allocate(bytes()))) { upload(); }
+    Memory(const Memory &) = delete;
+    ~Memory() { release(device); }
+    size_t bytes() const { return host.size() * sizeof(T); }
+    void upload() { copy(device, host.data(), bytes()); }
+    void fetch() { wait_for_kernels(), copy(host.data(), device, bytes()); }
+    void make_nan() { std::memset(static_cast<void *>(host.data()), 0xff, bytes()), upload(); }
+};
 
 bool forward_only_on_hopper = false;
 size_t part = 0, parts = 1;

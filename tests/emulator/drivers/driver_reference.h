@@ -7,31 +7,25 @@
 #include <random>
 
 // [batch_size, heads, rows, head_dim], on host and device; NaN (all bits set, in any dtype) where nothing was written.
-template <typename T> struct Buffer {
+template <typename T> struct Buffer : Memory<T> {
+    using Memory<T>::host, Memory<T>::device, Memory<T>::upload, Memory<T>::bytes;
     int64_t heads, head_dim, row_stride, head_stride, batch_stride, offset;
-    std::vector<T> host;
-    T *device;
 
     Buffer(int batch_size, int heads_, int rows, int head_dim_, Layout layout = kHeads)
         : heads(heads_), head_dim(head_dim_),
           row_stride(layout == kRows ? heads * head_dim : head_dim + (layout == kGaps) + 8 * (layout == kSlices)),
           head_stride(layout == kRows ? head_dim : layout == kExpanded ? 0 : rows * row_stride),
-          batch_stride(layout == kExpanded ? 0 : heads * rows * row_stride), offset(layout == kOffset),
-          host(index(batch_size - 1, heads - 1, rows - 1) + head_dim), device(static_cast<T *>(allocate(bytes()))) {
-        make_nan();
+          batch_stride(layout == kExpanded ? 0 : heads * rows * row_stride), offset(layout == kOffset) {
+        host.resize(index(batch_size - 1, heads - 1, rows - 1) + head_dim);
+        device = static_cast<T *>(allocate(bytes()));
+        this->make_nan();
     }
-    Buffer(const Buffer &) = delete;
-    ~Buffer() { release(device); }
 
     Tensor tensor() const { return {device + offset, batch_stride, head_stride, row_stride}; }
-    size_t bytes() const { return host.size() * sizeof(T); }
     int64_t index(int64_t b, int64_t h, int64_t r) const {
         return offset + b * batch_stride + h * head_stride + r * row_stride;
     }
     double at(int64_t b, int64_t h, int64_t r, int64_t d) const { return decode(host[index(b, h, r) + d]); }
-    void fetch() { copy(host.data(), device, bytes()); }
-    void upload() { copy(device, host.data(), bytes()); }
-    void make_nan() { std::memset(static_cast<void *>(host.data()), 0xff, bytes()), upload(); }
     // The first sample in kHeads: zeros in all other columns.
     void set_first_column(auto value_of) {
         for (int64_t h = 0; h < heads; h++)
@@ -123,6 +117,7 @@ template <typename T> struct Tensors {
     Buffer<T> dq{c.batch_size, c.nheads, c.seqlen_q, c.head_dim, out_layout};
     Buffer<T> dk{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim, out_layout};
     Buffer<T> dv{c.batch_size, c.nheads_k, c.seqlen_k, c.head_dim_v, out_layout};
+    Buffer<float> max_logits{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<float> lse{c.batch_size, c.nheads, c.seqlen_q, 1}, delta{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<float> lse_log2{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<int> seqused_q{c.samples(), 1, 1, 1}, seqused_k{c.samples(), 1, 1, 1}, tile_counter{1, 1, 1, 1};
@@ -135,6 +130,7 @@ template <typename T> struct Tensors {
                                    size_of('K', c.seqlen_k)};
     std::vector<double> bias;
     std::optional<Buffer<char>> bias_bytes, mask_words;
+    std::list<Buffer<int>> block_mask;
     std::optional<Buffer<float>> dbias;  // of a bias that is no mask
     std::optional<Buffer<char>> workspace;
     AttnBackwardParams p{};
@@ -150,6 +146,7 @@ template <typename T> struct Tensors {
         if (c.has_alibi) slopes.randomize(0, 0, c.nheads, random), p.alibi_slopes = slopes.device;
         p.alibi_batch_stride = c.nheads, p.softcap = c.softcap;
         if (c.bias) set_bias(random);
+        if (c.has_block_mask) set_block_mask(random);
         set_backward_params();
         for (int b = 0; b < c.samples(); b++) {
             const Span rows = rows_of(b), keys = keys_of(b);
@@ -183,7 +180,8 @@ template <typename T> struct Tensors {
         p.seqlen_k = c.seqlen_k, p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v;
         p.dtype = c.dtype, p.sinks = c.has_sinks ? sinks.device : nullptr;
         p.set_window(c.window_left, window_right());
-        if (p.has_left_bound() || p.has_right_bound() || p.cu_seqlens_q || p.seqused_q || p.seqused_k)
+        p.attention_chunk = c.chunk, p.max_logits = c.has_max ? max_logits.device : nullptr;
+        if (p.has_mask() || p.cu_seqlens_q || p.seqused_q || p.seqused_k)
             p.tile_counter = tile_counter.device;
         const double scale = c.layout == kGaps ? -c.scale : c.scale;  // of any sign
         p.softmax_scale = float(scale / std::sqrt(double(c.head_dim)));
@@ -226,6 +224,50 @@ template <typename T> struct Tensors {
             p.mask_words = reinterpret_cast<uint32_t *>(mask_words.emplace(1, 1, 1, int(4 * words)).device);
 #endif
     }
+    // Hides scores by `bias`, which kernels do not get, and makes the mask of it.
+    void set_block_mask(std::mt19937 &random) {
+        const auto [samples, heads, rows, keys] = bias_sizes;
+        p.bias.batch_stride = samples > 1 ? heads * rows * keys : 0, p.bias.head_stride = heads > 1 ? rows * keys : 0;
+        p.bias.row_stride = keys, p.bias.key_stride = 1;
+        const int64_t row_units = (rows + 63) / 64, key_units = (keys + 63) / 64;
+        const int64_t row_words = (key_units + 31) / 32, key_words = (row_units + 31) / 32;
+        std::vector<int> units, bits, of_rows(samples * heads * row_units * row_words);
+        std::vector<int> of_keys(samples * heads * key_units * key_words);
+        for (int64_t head = 0; head < samples * heads; head++) {
+            bias.resize((head + 1) * rows * keys);
+            for (int64_t i = 0; i < row_units * key_units; i++) {
+                const int64_t m = i / key_units, n = i % key_units;
+                // 0: hidden, as are 64 rows and 128 keys; 1: seen.
+                const int kind = m == 2 || n / 2 == 1 ? 0 : random() % 4;
+                units.push_back(kind < 2 ? kind - 2 : int(bits.size() / 256));
+                if (kind > 0) {
+                    of_rows[(head * row_units + m) * row_words + n / 32] |= 1 << n % 32;
+                    of_keys[(head * key_units + n) * key_words + m / 32] |= 1 << m % 32;
+                }
+                if (kind > 1) bits.resize(bits.size() + 256);
+                for (int x = 0; x < 64 * 64; x++) {
+                    const int row = x / 64, key = x % 64;
+                    const bool is_seen = kind == 1 || (kind > 1 && random() % 2);
+                    if (64 * m + row < rows && 64 * n + key < keys)
+                        bias[(head * rows + 64 * m + row) * keys + 64 * n + key] = is_seen ? 0 : -INFINITY;
+                    auto add = [&](int end, int i, int j) {
+                        const int thread = i / 16 * 32 + i % 8 * 4 + j % 8 / 2, bit = i / 8 % 2 * 16 + j / 8 * 2 + j % 2;
+                        if (is_seen) bits.end()[thread - end] |= 1 << bit;
+                    };
+                    if (kind > 1) add(256, row, key), add(128, key, row);
+                }
+            }
+        }
+        auto upload = [&](const std::vector<int> &x) {
+            auto &buffer = block_mask.emplace_back(1, 1, 1, int(x.size()));
+            copy(buffer.device, x.data(), 4 * x.size());
+            return buffer.device;
+        };
+        auto words = [&](const std::vector<int> &x) { return reinterpret_cast<uint32_t *>(upload(x)); };
+        p.block_mask = {upload(units), words(of_rows), words(of_keys), words(bits), int(samples),
+                        int(heads), int(row_units), int(key_units), int(bits.size() / 256)};
+        p.tile_counter = tile_counter.device;
+    }
     double bias_at(int64_t b, int64_t h, int64_t row, int64_t key) const {
         return bias.empty() ? 0
                             : bias[b * p.bias.batch_stride + h * p.bias.head_stride + row * p.bias.row_stride +
@@ -247,7 +289,10 @@ template <typename T> struct Tensors {
     }
 
     // Calls f with the name of each result of a pass and its buffer.
-    void for_forward(auto f) { f("out", o), f("lse", lse); }
+    void for_forward(auto f) {
+        f("out", o), f("lse", lse);
+        if (c.has_max) f("max_logits", max_logits);
+    }
     void for_backward(auto f) {
         f("dq", dq), f("dk", dk), f("dv", dv), f("delta", delta), f("lse_log2", lse_log2);
         if (dbias) f("dbias", *dbias);
@@ -281,7 +326,8 @@ template <typename T> struct Tensors {
         const int seqlen_q = rows_of(b).valid, seqlen_k = keys_of(b).valid, diagonal = row + seqlen_k - seqlen_q;
         const bool is_valid = row < seqlen_q && key < seqlen_k;
         return is_valid && (c.window_left < 0 || key >= diagonal - c.window_left) &&
-               (window_right() < 0 || key <= diagonal + window_right());
+               (window_right() < 0 || key <= diagonal + window_right()) &&
+               (!c.chunk || (diagonal >= 0 && key / c.chunk == diagonal / c.chunk));
     }
     int window_right() const { return c.is_causal ? 0 : c.window_right; }
     bool is_empty(int b, int row) const {
@@ -306,6 +352,7 @@ template <typename T> struct Reference {
     std::vector<double> size = P;   // of a score's terms
     Expected out{"out", c.batch_size, c.nheads, c.seqlen_q, c.head_dim_v};
     Expected lse{"lse", c.batch_size, c.nheads, c.seqlen_q, 1};
+    Expected max_logits{"max_logits", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected lse_log2{"lse_log2", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected delta{"delta", c.batch_size, c.nheads, c.seqlen_q, 1};
     Expected dq{"dq", c.batch_size, c.nheads, c.seqlen_q, c.head_dim};
@@ -330,13 +377,13 @@ template <typename T> struct Reference {
 
     // A row: lse, and the size of the terms of its scores, to which their rounding is proportional. ALiBi and a bias
     // may leave little of large terms.
-    struct LogSum { double lse, magnitude; };
+    struct LogSum { double lse, magnitude, max_logit; };
 
     LogSum form_P(const Row &row) {
         const auto [b, h, h_k, i, at] = row;
         const int batch = x.batch_of(b);
         const double sink = c.has_sinks && i < x.rows_of(b).valid ? x.sinks.at(0, 0, 0, h) : -INFINITY;
-        double max = sink;
+        double max = -INFINITY;
         for_keys(row, [&](int j, int key) {
             double score = 0;
             for (int d = 0; d < c.head_dim; d++) score += x.q.at(batch, h, at, d) * x.k.at(batch, h_k, key, d);
@@ -354,21 +401,24 @@ template <typename T> struct Reference {
             const bool is_kept = keeps(x.p.keep_count, sample, head0 + h, row0 + i, key0 + j);
             scale[j] = !x.p.dropout_seed ? 1 : is_kept ? x.p.keep_scale : 0;
         });
-        if (std::isinf(max)) return {max, 0};
+        const double max_logit = max;
+        max = std::max(max, sink);
+        if (std::isinf(max)) return {max, 0, max_logit};
         double sum = std::exp(sink - max), magnitude = 0;
         for_keys(row, [&](int j, int) { sum += P[j] = std::exp(P[j] - max), magnitude += P[j] * size[j]; });
         for (double &probability : P) probability /= sum;
         const double lse = max + std::log(sum);
-        return {lse, std::max(std::abs(lse), magnitude / sum)};
+        return {lse, std::max(std::abs(lse), magnitude / sum), max_logit};
     }
 
     void forward() {
         for_rows([&](const Row &row) {
             const auto [b, h, h_k, i, at] = row;
             const int batch = x.batch_of(b);
-            const auto [log_sum, magnitude] = form_P(row);
-            const bool is_empty = x.is_hidden(b, h, i);
+            const auto [log_sum, magnitude, max_logit] = form_P(row);
+            const bool is_empty = x.is_empty(b, i) || log_sum == -INFINITY;
             lse.add(lse.index(batch, h, at), log_sum, magnitude);
+            max_logits.add(lse.index(batch, h, at), max_logit, std::max(magnitude, std::abs(max_logit)));
             const double log2_sum = is_empty ? INFINITY : log_sum / std::log(2.);
             lse_log2.add(lse.index(batch, h, at), log2_sum, is_empty ? 0 : magnitude);
             for_keys(row, [&](int j, int key) {
