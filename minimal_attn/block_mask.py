@@ -107,7 +107,7 @@ class BlockMask:
 
     @property
     def _tensors(self):
-        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return {name: getattr(self, name) for name in ("units", "row_words", "key_words", "bits")}
 
     def to(self, device) -> "BlockMask":
         """This mask on a device. Tensors that mask_mod captures stay where they are."""
@@ -225,9 +225,8 @@ def _evaluate(function, compile, mask_mod, index, grid, Q_LEN, KV_LEN, width):
 def _states(*boxes):
     """The states of the units of boxes, (boxes, width / 64), by the arguments of _seen."""
     seen, _, _ = _seen(*boxes)
-    counts = seen.view(torch.uint8).sum(1, dtype=torch.uint8)  # of up to 64 rows each, without a copy in a wider type
-    counts = counts.unflatten(1, (-1, UNIT)).sum(2)
-    return torch.where(counts == UNIT * UNIT, FULL, torch.where(counts == 0, EMPTY, PARTIAL))
+    units = seen.unflatten(2, (-1, UNIT))
+    return torch.where(units.all((1, 3)), FULL, torch.where(units.any((1, 3)), PARTIAL, EMPTY))
 
 
 def _bits(mask_mod, index, grid, Q_LEN, KV_LEN, width):

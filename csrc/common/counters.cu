@@ -15,7 +15,8 @@ static __device__ int counters[kNumCounters];
 int *zeroed_counters(int64_t count, void *stream) {
     struct Slice { int64_t begin = 0, size = 0; };
     struct Dealt { int *base = nullptr; int64_t count = 0; };
-    // Device, stream, capture or 0. Numbers of streams and captures are never used again, unlike handles.
+    // Device, stream, capture or 0. A stream is known by its number, since its handle may be used again. Under capture,
+    // where the runtime does not tell the number, the handle will do: it stays the stream's until the capture ends.
     using Owner = std::tuple<int, unsigned long long, unsigned long long>;
     static std::mutex mutex;
     static std::map<int, Dealt> dealt;  // by device
@@ -24,10 +25,15 @@ int *zeroed_counters(int64_t count, void *stream) {
     if (handle == cudaStreamPerThread) return nullptr;  // one handle for many streams
     Owner owner;
     auto &[device, stream_id, capture_id] = owner;
-    device::check_cuda(cudaGetDevice(&device)), device::check_cuda(cudaStreamGetId(handle, &stream_id));
     cudaStreamCaptureStatus status;
+    device::check_cuda(cudaGetDevice(&device));
     device::check_cuda(cudaStreamGetCaptureInfo(handle, &status, &capture_id));
-    if (status == cudaStreamCaptureStatusNone) capture_id = 0;
+    if (status == cudaStreamCaptureStatusNone) {
+        capture_id = 0;
+        device::check_cuda(cudaStreamGetId(handle, &stream_id));
+    } else {
+        stream_id = reinterpret_cast<uintptr_t>(handle);
+    }
     const std::lock_guard lock(mutex);
     Dealt &of_device = dealt[device];
     if (!of_device.base) device::check_cuda(cudaGetSymbolAddress(reinterpret_cast<void **>(&of_device.base), counters));

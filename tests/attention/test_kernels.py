@@ -469,7 +469,7 @@ def test_fast_path_refuses(gpu):
                     (q[:0], k[:0], v[:0]), (q.transpose(2, 3), k, v), (q, k, "v"), (q, k, v.cpu()),
                     (q[:, :3], k, v[:, :, :3])):
         assert fast(*tensors) is None
-    assert fast(q, k, v, None) is fast(q, k, v, 1) is fast(q, k, v, True, 1) is None
+    assert fast(q, k, v, None) is fast(q, k, v, 1) is fast(q, k, v, True, "1") is None
     assert fast(q, k, v, True, torch.nan) is fast(q, k, v, True, 1e39) is None
     used = torch.tensor([1, 2], dtype=torch.int32, device="cuda")
     for wrong in ({"window_size": (1,)}, {"window_size": "12"}, {"window_size": (-2, 0)}, {"window_size": (True, 0)},

@@ -192,8 +192,6 @@ GATE_OF_TWIN = {"softcap", "bias_of_rows", "mask", "all", "all_of_one", "packed_
     pytest.param(impl, x, id=f"{impl}-{x}", marks=slow_unless(HAS_GPU or impl != "triton" or x.name in GATE_OF_TWIN))
     for impl in IMPLS for x in BATCHES])
 def test_scores_of_batches(impl, batch, poisoned_outputs):
-    if batch.dropout_p and impl == "cuda:sm90":
-        pytest.skip("has no dropout where scores are changed")
     check_scored(impl, batch, DTYPES[impl])
 
 
@@ -215,8 +213,6 @@ def drawn_scores(draw, impl):
     changes = dict(bias=tuple(draw(st.booleans()) for _ in range(4)) if has_bias else None,
                    softcap=draw(st.sampled_from([0.0, 0.0, 0.5, 3.0, 50.0])),
                    slopes=draw(st.sampled_from([None, "heads", "samples"])))
-    if impl == "cuda:sm90" and any(changes.values()):
-        batch = replace(batch, dropout_p=0.0)  # it has no dropout with them
     return Scored(**vars(batch) | changes, bias_dtype=draw(st.sampled_from(["same", "bool", "float32"])),
                   memory=draw(st.sampled_from(list(LIKE))))
 
