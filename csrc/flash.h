@@ -75,6 +75,8 @@ struct AttnParams {
                !max_logits && !return_max_logits && !attention_chunk && !block_mask.rows &&
                double(batch_size) * nheads * (seqlen_q / 64 + 1) * (seqlen_k / 64 + 1) < INT32_MAX;  // units
     }
+    // Whether it becomes units on Hopper. For a mask of each head that takes half as long as a forward pass.
+    bool walks_mask() const { return has_mask_alone() && bias.head_stride == 0; }
     // What kernels of all GPUs have in one variant: also chunks and a block mask.
     bool has_mods() const { return has_score_mods() || attention_chunk || block_mask.rows; }
 
@@ -103,4 +105,4 @@ namespace sm80 { void flash_forward(const AttnParams &p); }  // flash_sm80.cu: A
 namespace sm90 { void flash_forward(const AttnParams &p); }  // flash_sm90.cu: Hopper's tensor cores and TMA
 namespace dmma { void flash_forward(const AttnParams &p); }  // flash_dmma.cu: fp32 on Hopper's fp64 tensor cores
 namespace host { void flash_forward(const AttnParams &p); }  // flash.cu on the CPU; returns when it is done
-namespace sm90 { int64_t num_mask_words(const AttnParams &p); }  // 0 without a bias of bool
+namespace sm90 { int64_t num_mask_words(const AttnParams &p, bool is_backward); }  // 0 without a bias of bool

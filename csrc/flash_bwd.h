@@ -13,6 +13,8 @@ struct AttnBackwardParams : AttnParams {
     float *lse_log2;    // workspace like lse, see scores.cuh; nullptr for flash_bwd.cu
     void *workspace;    // as many bytes as backward_workspace of the kernel says; nullptr for flash_bwd.cu
     bool deterministic;
+
+    bool walks_mask() const { return has_mask_alone(); }
 };
 
 // flash_backward enqueues dq, dk, dv and dbias. A row that lengths or a window leave without keys adds nothing to dk

@@ -39,6 +39,12 @@ template <int kRows, int kUnits> struct SeenBlocks {
             if (const uint32_t x = word(i, begin, end)) return (32 * i + __ffs(x) - 1) / kUnits;
         return end;
     }
+    template <typename F> __device__ void for_each(int begin, int end, F f) const {
+#pragma unroll 1
+        for (int i = begin * kUnits / 32; 32 * i < end * kUnits; i++)
+#pragma unroll 1
+            for (uint32_t x = word(i, begin, end); x; x &= x - 1) f((32 * i + __ffs(x) - 1) / kUnits);
+    }
     __device__ int count(int begin, int end) const {
         int n = 0;
         for (int i = begin * kUnits / 32; 32 * i < end * kUnits; i++) n += __popc(word(i, begin, end));

@@ -45,7 +45,7 @@ inline Output run_forward(AttnParams p, const TorchTensor &q, const TorchTensor 
     if (q.numel() == 0) return {out, lse, max_logits, {}};
     const auto [kernel, slow_because] = choose(p, q, false);
     const bool do_tiles_differ = p.cu_seqlens_q || p.seqused_q || p.seqused_k || p.has_mask() || p.block_mask.rows ||
-                                 p.has_mask_alone();
+                                 p.walks_mask();
     if (kernel == Kernel::kSm90 && do_tiles_differ) {
         tile_counter = make_empty({1}, ScalarType::Int, q);
         p.tile_counter = static_cast<int *>(tile_counter->data_ptr());
@@ -56,7 +56,7 @@ inline Output run_forward(AttnParams p, const TorchTensor &q, const TorchTensor 
         case Kernel::kSimt: simt::flash_forward(p); break;
         case Kernel::kSm80: sm80::flash_forward(p); break;
         case Kernel::kSm90:
-            if (const int64_t words = sm90::num_mask_words(p)) {
+            if (const int64_t words = sm90::num_mask_words(p, false)) {
                 mask_words = make_empty({words}, ScalarType::Int, q);
                 p.mask_words = static_cast<uint32_t *>(mask_words->data_ptr());
             }

@@ -32,7 +32,7 @@ void launch_backward(AttnBackwardParams &p, const TorchTensor &k, const TorchTen
         p.dk = tensor_of(*unneeded_dk, kBHSD, p.cu_seqlens_k), p.dv = tensor_of(*unneeded_dv, kBHSD, p.cu_seqlens_k);
     }
     OptionalTensor mask_words;
-    if (const int64_t words = is_sm90 ? sm90::num_mask_words(p) : 0) {
+    if (const int64_t words = is_sm90 ? sm90::num_mask_words(p, true) : 0) {
         mask_words = make_empty({words}, ScalarType::Int, k);
         p.mask_words = static_cast<uint32_t *>(mask_words->data_ptr());
     }

@@ -5,8 +5,8 @@ namespace sm90 {
 
 void flash_forward(const AttnParams &p) {
     if (compute_capability() != 90) throw std::runtime_error("minimal_attn: flash_sm90.cu needs a GPU of sm_90");
-    if (p.has_score_mods() && !p.has_mask_alone()) return flash_forward_mods(p);
-    if (p.block_mask.rows || p.has_mask_alone()) return flash_forward_masked(p);
+    if (p.has_score_mods() && !p.walks_mask()) return flash_forward_mods(p);
+    if (p.block_mask.rows || p.walks_mask()) return flash_forward_masked(p);
     if (p.dropout_seed) return flash_forward_dropout(p);
     if (p.max_logits || p.attention_chunk) return flash_forward_max_logits(p);
     const int head_dim = p.max_head_dim();

@@ -43,7 +43,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
         }
     }
 
-    // Adds P V of all blocks to acc_o.
+    // Adds P V of all blocks to acc_o: run by run, if hidden blocks lie between.
     __device__ void attend(const WorkItem &work) {
         const int row0 = work.tile.block * Shape::kBlockM + 64 * consumer, n_block_min = work.n_block_min;
         const BlockRange blocks = work.blocks[consumer];
@@ -52,51 +52,53 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
 
         int n_block = work.first_block();
         skip_blocks(work, n_block, max(blocks.end, n_block_min));  // 64 rows without keys have no blocks
-        if (!__any_sync(~0u, blocks.begin < blocks.end)) return;  // shows the compiler that a warp agrees
+        if (!__any_sync(~0u, this->sees(blocks))) return;  // shows the compiler that a warp agrees
         const int warp_row = row0 + 16 * warp_idx, row = warp_row + lane_idx / 4;
-        auto walk = this->begin_walk(work, blocks, num_full, n_block);
-        this->prefetch(work, walk.n_block, row);
-        shared.k.consumer_wait(kv_item);
-        warpgroup_arrive();
-        multiply_abt<T>(acc_s[0], shared.sQ[q_index()], shared.sK[kv_item % kStages]);
-        warpgroup_wait<0>(acc_s[0]);
-        for (;; walk.next(), kv_item++) {
-            // Found in every iteration, or Q's descriptors fill the uniform registers.
-            const uint32_t block = warp_uniform(kv_item), q_idx = warp_uniform(q_index());
-            const bool is_full = walk.is_full();
-            const ScoreOrigin at{walk.n_block, warp_row, row, walk.n_block * kBlockN + lane_idx % 4 * 2};
-            float alpha[2];
-            const bool has_grown = this->exponentiate(work, blocks, at, is_full, alpha);
-            shared.k.consumer_release(kv_item, lane_idx);
-
-            warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
-            if (!walk.is_first()) shared.v.consumer_release(kv_item - 1, lane_idx);
-#pragma unroll
-            for (int i = 0; i < 2 * kNTiles; i++)
-                P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
-            if (has_grown) softmax.rescale(acc_o, alpha);
-
-            shared.v.consumer_wait(kv_item);
-            if (!is_full) clear_v(work, walk.n_block);
-            if (walk.is_last()) break;
-            this->prefetch(work, walk.block_after(), row);
-            shared.k.consumer_wait(kv_item + 1);
+        do {
+            auto walk = this->begin_walk(work, blocks, num_full, n_block);
+            this->prefetch(work, walk.n_block, row);
+            shared.k.consumer_wait(kv_item);
             warpgroup_arrive();
-            multiply_abt<T>(acc_s[0], shared.sQ[q_idx], shared.sK[(block + 1) % kStages]);
-            multiply_ab<T>(acc_o[0], P, shared.sV[block % kStages]);
-            warpgroup_wait<1>(acc_s[0]);  // each product is a group; P V, the newest, goes on
-        }
-        warpgroup_arrive();
-        multiply_ab<T>(acc_o[0], P, shared.sV[warp_uniform(kv_item) % kStages]);
-        warpgroup_wait<0>(acc_o[0], P);
-        shared.v.consumer_release(kv_item++, lane_idx);
-        n_block = walk.block_after_last();
-        skip_blocks(work, n_block, n_block_min);
+            multiply_abt<T>(acc_s[0], shared.sQ[q_index()], shared.sK[kv_item % kStages]);
+            warpgroup_wait<0>(acc_s[0]);
+            for (;; walk.next(), kv_item++) {
+                // Found in every iteration, or Q's descriptors fill the uniform registers.
+                const uint32_t block = warp_uniform(kv_item), q_idx = warp_uniform(q_index());
+                const bool is_full = walk.is_full();
+                const ScoreOrigin at{walk.n_block, warp_row, row, walk.n_block * kBlockN + lane_idx % 4 * 2};
+                float alpha[2];
+                const bool has_grown = this->exponentiate(work, blocks, at, is_full, alpha);
+                shared.k.consumer_release(kv_item, lane_idx);
+
+                warpgroup_wait<0>(acc_o[0], P);  // P V of the block before
+                if (!walk.is_first()) shared.v.consumer_release(kv_item - 1, lane_idx);
+#pragma unroll
+                for (int i = 0; i < 2 * kNTiles; i++)
+                    P[i / 4][i % 4] = pack<T>(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
+                if (has_grown) softmax.rescale(acc_o, alpha);
+
+                shared.v.consumer_wait(kv_item);
+                if (!is_full) clear_v(work, walk.n_block);
+                if (walk.is_last()) break;
+                this->prefetch(work, walk.block_after(), row);
+                shared.k.consumer_wait(kv_item + 1);
+                warpgroup_arrive();
+                multiply_abt<T>(acc_s[0], shared.sQ[q_idx], shared.sK[(block + 1) % kStages]);
+                multiply_ab<T>(acc_o[0], P, shared.sV[block % kStages]);
+                warpgroup_wait<1>(acc_s[0]);  // each product is a group; P V, the newest, goes on
+            }
+            warpgroup_arrive();
+            multiply_ab<T>(acc_o[0], P, shared.sV[warp_uniform(kv_item) % kStages]);
+            warpgroup_wait<0>(acc_o[0], P);
+            shared.v.consumer_release(kv_item++, lane_idx);
+            n_block = walk.block_after_last();
+            skip_blocks(work, n_block, n_block_min);
+        } while (Base::kHasGaps && __any_sync(~0u, this->sees(blocks)));
     }
 
     // For blocks from n_block down to `end`, which only other consumers need. n_block becomes the one after them.
     __device__ void skip_blocks(const WorkItem &work, int &n_block, int end) {
-        for (; n_block >= end; kv_item++) {
+        for (; this->skips(n_block, end); kv_item++) {
             shared.k.consumer_wait(kv_item);
             const int next = this->block_after(n_block);
             __syncwarp();

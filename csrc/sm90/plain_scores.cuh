@@ -35,6 +35,7 @@ template <typename T, typename Shape, typename Softmax> struct PlainScores {
     using WorkItem = Shape::WorkItem;
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN, kStages = Shape::kStages;
     static constexpr int kNTiles = kBlockN / 8, kDTiles = Shape::kHeadDimV / 8;
+    static constexpr bool kHasGaps = false;      // blocks that these rows do not see lie between others
     static constexpr float kMaxSum = 1 << 15;  // of a lane's P in a row: below it, each fits fp16
 
     const Params<Shape> &p;
@@ -64,6 +65,9 @@ template <typename T, typename Shape, typename Softmax> struct PlainScores {
         return {work, blocks, num_full, n_block};
     }
     __device__ int block_after(int n_block) const { return n_block - 1; }  // of all consumers
+    // Whether these rows have blocks; whether n_block is none of them, but other consumers'.
+    __device__ bool sees(const BlockRange &blocks) const { return blocks.begin < blocks.end; }
+    __device__ bool skips(int n_block, int end) const { return n_block >= end; }
     // Loads what the scores of a block need, before its product.
     __device__ void prefetch(const WorkItem &, int, int) {}
     __device__ void skip_block() {}

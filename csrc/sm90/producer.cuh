@@ -11,16 +11,19 @@ namespace sm90 {
 template <int kBlockN> struct KeyBlocks;
 template <typename Shape> struct WorkItem;
 template <typename Shape> struct SharedMemory;
+template <typename Shape> struct TileWalk;
 template <typename T, typename Shape, typename Softmax = Softmax<1>> struct PlainScores;  // plain_scores.cuh
 
 // Parts that other kernels replace: sm90/mods/, cache/prefill_sm90.cu.
 struct Plain {
     static constexpr bool kCached = false;  // keys come from a cache
     static constexpr bool kChunks = false;  // attention_chunk
+    static constexpr bool kWarpLoads = false;  // or one thread
     using Input = AttnParams;
     template <int kBlockN> using KeyBlocks = sm90::KeyBlocks<kBlockN>;
     template <typename Shape> using WorkItem = sm90::WorkItem<Shape>;
     template <typename Shape> using SharedMemory = sm90::SharedMemory<Shape>;
+    template <typename Shape> using TileWalk = sm90::TileWalk<Shape>;
     template <typename T, typename Shape> using ScorePolicy = PlainScores<T, Shape>;
 };
 
@@ -34,12 +37,13 @@ struct Shape {
     static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 
-    static constexpr bool kCached = Kind::kCached;
+    static constexpr bool kCached = Kind::kCached, kWarpLoads = kCached || Kind::kWarpLoads;
     using Mask = MaskOf<Kind::kChunks>;
     using Input = Kind::Input;
     using KeyBlocks = Kind::template KeyBlocks<kBlockN>;
     using WorkItem = Kind::template WorkItem<Shape>;
     using SharedMemory = Kind::template SharedMemory<Shape>;
+    using TileWalk = Kind::template TileWalk<Shape>;
     template <typename T> using ScorePolicy = Kind::template ScorePolicy<T, Shape>;
 };
 
@@ -97,10 +101,16 @@ template <typename Shape> struct SharedMemory {
         found.init(Shape::KeyBlocks::kLoaders);
         fence_mbarrier_init();
     }
-    // Tells consumers which block comes after the item's.
-    __device__ void announce(const Shape::Input &, uint32_t, const Shape::WorkItem &, int) {}
     template <typename Keys>
     __device__ void load_more(const Shape::Input &, uint32_t, const Shape::WorkItem &, const Keys &) {}
+};
+
+// What loads a tile walks along its blocks.
+template <typename Shape> struct TileWalk {
+    const Shape::WorkItem &work;
+    __device__ TileWalk(const Shape::Input &, Shape::SharedMemory &, const Shape::WorkItem &work) : work(work) {}
+    __device__ int block_after(int n_block) const { return work.block_after(n_block); }
+    __device__ void announce(uint32_t) const {}  // tells consumers which block comes after that in a stage of K
 };
 
 // The order of tiles for persistent blocks. Tiles that take equally long are dealt out in turn. Others, and those that
@@ -175,13 +185,13 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, typ
     mbarrier_arrive(shared.found.full_barrier(item));  // of a tile that is not valid
 }
 
-// One thread loads Q, K and V. With a cache, one warp loads Q and K, another one V.
+// One thread or warp loads Q, K and V. With a cache, one warp loads Q and K, another one V.
 enum class Loads { kAll, kKeys, kValues };
 template <typename Shape, Loads kLoads>
 __device__ void load_tiles(const Params<Shape> &p, typename Shape::SharedMemory &shared) {
     constexpr int kBlockM = Shape::kBlockM, kAhead = 2 * Shape::kStages;
     constexpr bool kKeys = kLoads != Loads::kValues, kValues = kLoads != Loads::kKeys;
-    const int lane_idx = Shape::kCached ? threadIdx.x % 32 : 0;
+    const int lane_idx = Shape::kWarpLoads ? threadIdx.x % 32 : 0;
     prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
     uint32_t q_item = 0, kv_item = 0;  // of the rings
     for (;; q_item++) {
@@ -202,22 +212,23 @@ __device__ void load_tiles(const Params<Shape> &p, typename Shape::SharedMemory 
         const int num_blocks = work.num_blocks(), n_next = min(num_blocks, kAhead + 1);
         int n_block = work.first_block();
         typename Shape::KeyBlocks keys(p, work.tile, work.seq, n_block);
+        typename Shape::TileWalk walk(p, shared, work);
         if (num_blocks <= 0) shared.found.consumer_release(q_item, lane_idx);
 #pragma unroll 1
         for (int n_left = num_blocks, next; n_left > 0; n_left--, n_block = next, kv_item++) {
             const uint32_t stage = kv_item % Shape::kStages;
-            next = work.block_after(n_block);
+            next = walk.block_after(n_block);
             keys.find(n_block);
             if (n_left == n_next) shared.found.consumer_release(q_item, lane_idx);
             if constexpr (kKeys) {
                 shared.k.producer_acquire(kv_item);
-                shared.announce(p, kv_item, work, next);
-                keys.load(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item));
+                walk.announce(stage);
+                if (Shape::kCached || lane_idx == 0) keys.load(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item));
             }
             shared.load_more(p, kv_item, work, keys);
             if constexpr (kValues) {
                 shared.v.producer_acquire(kv_item);
-                keys.load(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item));
+                if (Shape::kCached || lane_idx == 0) keys.load(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item));
             }
         }
     }
@@ -233,7 +244,7 @@ template <typename Shape> __device__ void produce(const Params<Shape> &p, typena
         if (threadIdx.x / 32 == 0) load_tiles<Shape, Loads::kKeys>(p, shared);
         else if (threadIdx.x == 32) find_tiles<Shape>(p, shared);
         else if (threadIdx.x / 32 == 2) load_tiles<Shape, Loads::kValues>(p, shared);
-    } else if (threadIdx.x == 0) load_tiles<Shape, Loads::kAll>(p, shared);
+    } else if (Shape::kWarpLoads ? threadIdx.x < 32 : threadIdx.x == 0) load_tiles<Shape, Loads::kAll>(p, shared);
     else if (threadIdx.x == 32) find_tiles<Shape>(p, shared);
 }
 

@@ -89,7 +89,7 @@ SHOWN_TO = {
     "sm90/bwd/launch.cuh": SM90_BACKWARD,
     "sm90/flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
     "sm90/tiles.cuh": SM90, "sm90/producer.cuh": SM90, "sm90/flash_sm90.cuh": SM90,
-    "sm90/mods/bias.cuh": ["sm90_bias"], "sm90/mods/flash_masked_sm90.cu": ["sm90_mask_all"],
+    "sm90/mods/bias.cuh": ["sm90_bias"], "sm90/mods/flash_masked_sm90.cu": ["sm90_mask_all", "sm90_units"],
     "cache/prefill_sm90.cu": ["prefill", "prefill_pages"],
     "cache/decode.cu": ["one", "d64", "d128", "scale_30", "packed_long"],
     "cache/work.cuh": ["uneven", "uneven_packed", "uneven_clusters"],

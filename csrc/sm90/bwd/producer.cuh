@@ -96,10 +96,7 @@ template <typename Shape> struct BwdWorkItem {
             uint32_t i = begin;
 #pragma unroll 1
             for (int h = tile.h; h < h_end; h++) {
-                const auto seen = seen_blocks(p, h);
-#pragma unroll 1
-                for (int m_block = blocks.begin; (m_block = seen.first(m_block, blocks.end)) < blocks.end; m_block++)
-                    f(i++, h, m_block);
+                seen_blocks(p, h).for_each(blocks.begin, blocks.end, [&](int m_block) { f(i++, h, m_block); });
             }
             return;
         }
@@ -303,25 +300,22 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Bw
             lse_log2[j] = is_row ? p.lse_log2[head + row] : INFINITY;
             delta[j] = is_row ? static_cast<const float *>(p.delta)[head + row] : 0.f;
         }
-        int unit[2][2];
-        if constexpr (Shape::kMasked) {
-            const HeadMask mask(p.block_mask, work.tile.b, h);
-            constexpr int kRows = kBlockM / Unit::kSize;
-            for (int x = 0; x < 2 * kRows; x++)
-                unit[x / kRows][x % kRows] = mask.unit(m_block * kRows + x % kRows, work.tile.block * 2 + x / kRows);
-        }
+        int unit = Unit::kHidden;  // of lane 2 · keys + rows
+        if constexpr (Shape::kMasked)
+            if (lane_idx < 4)
+                unit = HeadMask(p.block_mask, work.tile.b, h)
+                           .unit(m_block * (kBlockM / Unit::kSize) + lane_idx % 2, work.tile.block * 2 + lane_idx / 2);
         shared.rows.producer_acquire(i);
         const int stage = i % Shape::kStages, slot = slot_of_row(thread_idx() % 32);
 #pragma unroll
         for (int j = 0; j < kCount; j++)
             if (32 * j + lane_idx < kBlockM)
                 shared.lse_log2[stage][32 * j + slot] = lse_log2[j], shared.delta[stage][32 * j + slot] = delta[j];
+        RowBlock &block = shared.row_block(i);
+        if (Shape::kMasked && lane_idx < 4) block.unit[lane_idx / 2][lane_idx % 2] = unit;
         if (lane_idx == 0) {
-            RowBlock &block = shared.row_block(i);
             block.h = h, block.m_block = m_block, block.is_full = work.blocks.is_full(m_block);
             block.dq_tile = p.layout.row_tile(p, work.tile.b, h, m_block);
-            if constexpr (Shape::kMasked)
-                for (int x = 0; x < 4; x++) block.unit[x / 2][x % 2] = unit[x / 2][x % 2];
             block.slope = p.alibi_slopes
                               ? p.alibi_slopes[work.tile.b * p.alibi_batch_stride + h] * p.factors.per_unit : 0.f;
         }

@@ -20,8 +20,8 @@ template <typename Run> auto with_mods_shape(int head_dim, Run run) {  // the mo
     return run.template operator()<Shape<256, 2, 64, 2, 1, Changed>>();
 }
 
-int64_t num_mask_words(const AttnParams &p) {
-    if (p.has_mask_alone()) return num_words(units_of_mask(p), p);
+int64_t num_mask_words(const AttnParams &p, bool is_backward) {
+    if (is_backward ? p.has_mask_alone() : p.walks_mask()) return num_words(units_of_mask(p), p);
     return with_mods_shape(p.max_head_dim(),
                            [&]<typename Shape>() { return make_mask_bits<Shape::kBlockN>(p).size(); });
 }

@@ -23,7 +23,7 @@ inline int64_t num_words(const BlockMask &mask, const AttnParams &p) {
 }
 // p with the units in place of the bias, if that is a mask alone.
 template <typename P> P with_units(P p) {
-    if (p.has_mask_alone()) p.block_mask = units_of_mask(p), p.bias = {};
+    if (p.walks_mask()) p.block_mask = units_of_mask(p), p.bias = {};
     return p;
 }
 

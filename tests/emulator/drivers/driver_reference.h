@@ -220,7 +220,7 @@ template <typename T> struct Tensors {
         p.bias = {bias_bytes->device, stride(0, nheads * rows * keys), stride(1, rows * keys), stride(2, keys),
                   stride(3, 1), *c.bias};
 #if HAS_GPU
-        if (const int64_t words = sm90::num_mask_words(p))
+        if (const int64_t words = std::max(sm90::num_mask_words(p, false), sm90::num_mask_words(p, true)))
             p.mask_words = reinterpret_cast<uint32_t *>(mask_words.emplace(1, 1, 1, int(4 * words)).device);
 #endif
     }
