@@ -104,9 +104,9 @@ template <typename Shape> struct BwdWorkspace {
 };
 
 // Blocks of keys that add dQ before this one. Under a causal mask the last goes first: it begins with these rows.
-template <typename Shape>
-__device__ int dq_turn(const AttnBackwardParams &p, const Mask &mask, const Tile &tile, int m_block) {
-    const BlockRange keys = mask.key_blocks<Shape::kBlockM, Shape::kBlockN>(m_block * Shape::kBlockM);
+template <typename Shape, bool kChunks>
+__device__ int dq_turn(const AttnBackwardParams &p, const MaskOf<kChunks> &mask, const Tile &tile, int m_block) {
+    const BlockRange keys = mask.template key_blocks<Shape::kBlockM, Shape::kBlockN>(m_block * Shape::kBlockM);
     return KeyTiles<Shape::kBlockN>::is_last_first(p) ? keys.end - 1 - tile.block : tile.block - keys.begin;
 }
 

@@ -40,9 +40,9 @@ template <int kRows, typename... Tiles> __device__ void clear_tiles(Range seen, 
     fence_proxy_async();
     barrier_sync(kAllConsumers, 256);
 }
-template <int kKeys, bool kChunks, typename Shape>
+template <int kKeys, typename Shape>
 __device__ Range seen_keys(const BwdParams<Shape> &p, const BwdWorkItem<Shape> &work, int key0) {
-    return {MaskOf<kChunks>(work.seq, p).keys(0).begin - key0,
+    return {typename Shape::Mask(work.seq, p).keys(0).begin - key0,
             work.seq.keys_follow(p) ? work.seq.seqlen_k - key0 : kKeys};
 }
 template <typename Shape> __device__ Range seen_rows(const BwdWorkItem<Shape> &work, int m_block) {

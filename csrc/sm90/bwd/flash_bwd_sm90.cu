@@ -18,9 +18,11 @@
 
 namespace sm90 {
 
-template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_, bool kMasked_ = false>
+template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_, bool kChunks_ = false, bool kMasked_ = false>
 struct BwdShape {
+    static constexpr bool kChunks = kChunks_;  // there may be an attention_chunk
     static constexpr bool kMasked = kMasked_;  // by a block mask
+    using Mask = MaskOf<kChunks>;
     static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = kBlockM_, kStages = kStages_;
     static constexpr int kBlockN = 64 * kConsumers, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
     static constexpr DqPart kDqPart = kBlockM % 64      ? DqPart::kTransposed
@@ -86,8 +88,8 @@ __device__ void multiply_dq(float (&acc_dq)[Shape::kDqTiles][4],
     warpgroup_commit_batch();
 }
 
-// kMods: changed scores, perhaps with dropout. kChunks: attention_chunk.
-template <typename T, typename Shape, bool kDropout, bool kMods, bool kChunks> struct BwdConsumer {
+// kMods: changed scores, perhaps with dropout.
+template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsumer {
     static constexpr int kBlockM = Shape::kBlockM, kStages = Shape::kStages, kValueStages = Shape::kValueStages;
     static constexpr int kNTiles = kBlockM / 8, kDTiles = Shape::kHeadDim / 8;
     // Of a block mask. While S is multiplied is early; at head_dim 128 that costs more than it saves (journal).
@@ -201,7 +203,8 @@ template <typename T, typename Shape, bool kDropout, bool kMods, bool kChunks> s
         }
         exponentiate(acc_s[0], shared.lse_log2[stage], p.score_factor, lane_idx);
         if (!block.is_full)
-            MaskOf<kChunks>(work.seq, p).apply_transposed(acc_s, work.blocks, block.m_block, key(work), row(block));
+            typename Shape::Mask(work.seq, p)
+                .apply_transposed(acc_s, work.blocks, block.m_block, key(work), row(block));
         if constexpr (Shape::kMasked)
             for (int u = 0; u < kUnits; u++)
                 if (kReadsBitsEarly ? __any_sync(~0u, ~seen[u]) : unit(i, u) != Unit::kSeen)
@@ -224,7 +227,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods, bool kChunks> s
 
     __device__ void clear_keys(uint32_t t) {  // both consumers clear the keys of both
         const BwdWorkItem<Shape> &work = shared.work_of(t);
-        const Range seen = seen_keys<Shape::kBlockN, kChunks>(p, work, work.tile.block * Shape::kBlockN);
+        const Range seen = seen_keys<Shape::kBlockN>(p, work, work.tile.block * Shape::kBlockN);
         if (seen.begin <= 0 && seen.end >= Shape::kBlockN) return;
         shared.keys.consumer_wait(t);
         for (auto &ring : shared.values) ring.consumer_wait(t);
@@ -279,7 +282,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods, bool kChunks> s
     }
 };
 
-template <typename T, typename Shape, bool kDropout, bool kMods, bool kChunks>
+template <typename T, typename Shape, bool kDropout, bool kMods>
 __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_constant__ BwdParams<Shape> p) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
@@ -293,39 +296,37 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_co
         produce<Shape>(p, shared);
     } else {
         warpgroup_reg_alloc<Shape::kConsumerRegisters>();
-        BwdConsumer<T, Shape, kDropout, kMods, kChunks>{p, shared, int(warpgroup_idx) - 1}.run();
+        BwdConsumer<T, Shape, kDropout, kMods>{p, shared, int(warpgroup_idx) - 1}.run();
     }
 #endif
 }
 
 template <typename T, typename Shape> void launch_kernel(const AttnBackwardParams &p) {
     static_assert(sizeof(BwdSharedMemory<Shape>) <= 227 << 10);
-    // At head_dim 64 plain calls have 128 rows.
-    auto *kernel = flash_bwd<T, Shape, false, false, !Shape::kMasked && Shape::kBlockM == 64 && Shape::kHeadDim == 64>;
-    if constexpr (Shape::kBlockM == 64 && !Shape::kMasked) {
-        const bool has_chunks = p.attention_chunk > 0;
-        if (p.has_score_mods()) kernel = flash_bwd<T, Shape, true, true, true>;
-        else if (p.dropout_seed && has_chunks) kernel = flash_bwd<T, Shape, true, false, true>;
-        else if (p.dropout_seed) kernel = flash_bwd<T, Shape, true, false, false>;
-        else if (has_chunks) kernel = flash_bwd<T, Shape, false, false, true>;
-    }
+    auto *kernel = flash_bwd<T, Shape, false, false>;
+    if constexpr (Shape::kBlockM == 64 && !Shape::kMasked)
+        if (p.dropout_seed) kernel = flash_bwd<T, Shape, true, false>;
+    if constexpr (Shape::kChunks)
+        if (p.has_score_mods()) kernel = flash_bwd<T, Shape, true, true>;
     launch_bwd<T, Shape, sizeof(BwdSharedMemory<Shape>)>(p, kernel);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages}. 64 rows leave registers for dropout, changed scores and chunks. 80 rows are
-// slower below 2048 rows, or at 2048 under a causal mask (journal). Packed batches of any length have the same tiles: a
-// sample's bits must not depend on it.
+// {kHeadDim, kConsumers, kBlockM, kStages, kChunks, kMasked}. 64 rows leave registers for dropout, changed scores and
+// chunks. 80 rows are slower below 2048 rows, or at 2048 under a causal mask (journal). Packed batches of any length
+// have the same tiles: a sample's bits must not depend on it.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
     if (p.block_mask.rows)
-        return p.max_head_dim() <= 64 ? f.template operator()<BwdShape<64, 2, 128, 2, true>>()
+        return p.max_head_dim() <= 64 ? f.template operator()<BwdShape<64, 2, 128, 2, false, true>>()
+                                      : f.template operator()<BwdShape<128, 2, 64, 2, false, true>>();
+    if (p.attention_chunk || p.has_score_mods())
+        return p.max_head_dim() <= 64 ? f.template operator()<BwdShape<64, 2, 64, 4, true>>()
                                       : f.template operator()<BwdShape<128, 2, 64, 2, true>>();
-    const bool is_plain = !p.dropout_seed && !p.has_score_mods() && !p.attention_chunk;
     if (p.max_head_dim() <= 64)
-        return is_plain ? f.template operator()<BwdShape<64, 2, 128, 2>>()
-                        : f.template operator()<BwdShape<64, 2, 64, 4>>();
+        return p.dropout_seed ? f.template operator()<BwdShape<64, 2, 64, 4>>()
+                              : f.template operator()<BwdShape<64, 2, 128, 2>>();
     const bool has_many_rows = !p.cu_seqlens_q && p.seqlen_q >= (p.window_right == 0 ? 2049 : 2048);
-    return is_plain && has_many_rows ? f.template operator()<BwdShape<128, 2, 80, 2>>()
-                                     : f.template operator()<BwdShape<128, 2, 64, 2>>();
+    return has_many_rows && !p.dropout_seed ? f.template operator()<BwdShape<128, 2, 80, 2>>()
+                                            : f.template operator()<BwdShape<128, 2, 64, 2>>();
 }
 
 int64_t backward_workspace(const AttnBackwardParams &given) {

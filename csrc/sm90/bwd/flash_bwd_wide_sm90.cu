@@ -24,6 +24,7 @@ template <int kEnd> __device__ uint32_t vote(uint32_t x) {
 
 template <int kHeadDim_, bool kMasked_> struct WideShape {
     static constexpr bool kMasked = kMasked_;  // by a block mask
+    using Mask = MaskOf<true>;
     static constexpr int kHeadDim = kHeadDim_, kDTiles = kHeadDim / 8, kBlockM = 64, kNTiles = kBlockM / 8;
     static constexpr int kConsumers = 2, kStages = 2, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
     static constexpr int kTileBlocks = 2, kSemaphores = kTileBlocks, kBlockN = 64 * kTileBlocks, kMaxSplits = 1;
@@ -68,7 +69,7 @@ __device__ void load_wide_tiles(const BwdParams<Shape> &p, WideShared<Shape> &sh
     const BwdWorkItem<Shape> &work = shared.work;
     const Tile &tile = work.tile;
     const int key0 = work.seq.k_begin + tile.block * Shape::kBlockN;
-    if (work.count == 0) return;
+    if (work.count() == 0) return;
     Barrier &has_keys = shared.keys.full_barrier(0);
     const int parts = Shape::parts_of(rank);
     mbarrier_arrive_expect_tx(has_keys, 2 * sizeof(shared.sK) + parts * sizeof(shared.sOtherK.panel[0]));
@@ -108,11 +109,11 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
 
     __device__ void run() {
         for (auto &x : acc_sum) x[0] = x[1] = x[2] = x[3] = 0.f;
-        const int count = work.count;
+        const int count = work.count();
         if (count > 0) {
             shared.keys.consumer_wait(0);
-            clear_tiles<64>(seen_keys<64, true>(p, work, key0()), shared.sK, shared.sV);
-            clear_tiles<64>(seen_keys<64, true>(p, work, key0() + 64 * (1 - 2 * rank)), shared.sOtherK);
+            clear_tiles<64>(seen_keys<64>(p, work, key0()), shared.sK, shared.sV);
+            clear_tiles<64>(seen_keys<64>(p, work, key0() + 64 * (1 - 2 * rank)), shared.sOtherK);
             add_row_block<true>(0);
             // Products under way when the loop begins would make ptxas serialize all.
             warpgroup_wait<0>(acc_sum, operand);  // unobserved by the emulator: ptxas alone needs it
@@ -275,7 +276,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
             let_next_kernel_begin();
             wait_for_previous_kernel();
             load_numbers<Shape>(p, shared, shared.work);
-            if (shared.work.count > 0) barrier_sync(kRowBlocksDone, 128 * Shape::kConsumers + 32);
+            if (shared.work.count() > 0) barrier_sync(kRowBlocksDone, 128 * Shape::kConsumers + 32);
             if (threadIdx.x == 32) report_dq<Shape>(p, shared.work);
         } else if (threadIdx.x == 96 && takes_turns) end_turns<Shape>(p, shared, shared.work, rank);
         else if (threadIdx.x == 64 && takes_turns)

@@ -27,15 +27,15 @@ template <typename Shape> struct BwdParams : AttnBackwardParams {
 // tiles end, long ones of the odd wave go forwards from their first rows. So blocks are at two places of the rows, and
 // Q, dO and dq_accum there should fit in L2, for all heads. Deterministic passes and packed batches order tiles
 // otherwise, and windows make them short: these go head by head.
-template <typename Shape> struct BwdWorkItem {
+template <typename Shape> struct alignas(8) BwdWorkItem {  // so that two members are read at once
+    using Mask = Shape::Mask;
     Tile tile;
     Sequence seq;
     BlockRange blocks;             // of rows
     int first_row;                 // that sees a key
     int split_idx, splits, h_end;  // heads [tile.h, h_end)
     int direction;                 // rows first: 1 forwards, -1 backwards; 0: head by head
-    int count;                     // of row blocks of all heads
-    int last_head, last_m_block;   // the last one, if head by head
+    int num_seen, last_head, last_m_block;  // with a block mask: row blocks of all heads, and the last one
     // A block counts items, and row blocks: here [begin, end()). volatile: threads with few registers reread them.
     volatile uint32_t idx, begin;
 
@@ -46,7 +46,7 @@ template <typename Shape> struct BwdWorkItem {
         seq = Sequence(p, tile.b);
         direction = !p.rows_first || p.window_left < seq.seqlen_k - 1 ? 0 : wave(p, max_splits) % 2 ? 1 : -1;
         first_row = Mask(seq, p).rows(0).begin;
-        blocks = Mask(seq, p).row_blocks<Shape::kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
+        blocks = Mask(seq, p).template row_blocks<Shape::kBlockM, Shape::kBlockN>(tile.block * Shape::kBlockN);
         const int group = p.order.heads_per_kv.value, h = tile.h;
         splits = 1, h_end = h + group;
         if (max_splits > 1) {
@@ -54,15 +54,13 @@ template <typename Shape> struct BwdWorkItem {
             tile.h = h + group * min(split_idx, splits) / splits;
             h_end = h + group * min(split_idx + 1, splits) / splits;
         }
-        count = (h_end - tile.h) * max(0, blocks.end - blocks.begin);
-        last_head = h_end - 1, last_m_block = blocks.end - 1;
         if constexpr (Shape::kMasked) {
-            count = 0;
+            num_seen = 0;
 #pragma unroll 1
             for (int head = tile.h; head < h_end; head++) {
                 const auto seen = seen_blocks(p, head);
                 if (const int n = seen.count(blocks.begin, blocks.end))
-                    count += n, last_head = head, last_m_block = seen.last(blocks.begin, blocks.end);
+                    num_seen += n, last_head = head, last_m_block = seen.last(blocks.begin, blocks.end);
             }
         }
     }
@@ -82,7 +80,7 @@ template <typename Shape> struct BwdWorkItem {
         if constexpr (Shape::kMasked) {
             constexpr int kRows = Shape::kBlockM / Unit::kSize;
             const BlockRange keys =
-                Mask(seq, p).key_blocks<Shape::kBlockM, Shape::kBlockN>(m_block * Shape::kBlockM);
+                Mask(seq, p).template key_blocks<Shape::kBlockM, Shape::kBlockN>(m_block * Shape::kBlockM);
             const auto seen = HeadMask(p.block_mask, tile.b, h)
                                   .template keys_of<kRows, Shape::kBlockN / Unit::kSize>(m_block * kRows);
             return KeyTiles<Shape::kBlockN>::is_last_first(p) ? seen.count(tile.block + 1, keys.end)
@@ -90,7 +88,10 @@ template <typename Shape> struct BwdWorkItem {
         }
         return dq_turn<Shape>(p, Mask(seq, p), tile, m_block);
     }
-    __device__ uint32_t end() const { return begin + count; }
+    __device__ int count() const {  // row blocks of all heads
+        return Shape::kMasked ? num_seen : (h_end - tile.h) * max(0, blocks.end - blocks.begin);
+    }
+    __device__ uint32_t end() const { return begin + count(); }
     template <typename F> __device__ void for_each(const BwdParams<Shape> &p, F f) const {  // f(i, query head, m_block)
         if constexpr (Shape::kMasked) {
             uint32_t i = begin;
@@ -225,8 +226,10 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
         bool is_due = p.takes_turns() && t > 0;  // of the last row block before
         auto wait_for_last_turn = [&] {
             const BwdWorkItem<Shape> &before = shared.work_of(work.idx - 1);
+            const int h = Shape::kMasked ? before.last_head : before.h_end - 1;
+            const int m_block = Shape::kMasked ? before.last_m_block : before.blocks.end - 1;
             if (is_due && lane_idx == 0)
-                wait_for_turn<Shape>(p, shared, before, before.end() - 1, before.last_head, before.last_m_block);
+                wait_for_turn<Shape>(p, shared, before, before.end() - 1, h, m_block);
             is_due = false;
         };
         for (;;) {
@@ -236,7 +239,7 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
                 work.tile.is_valid = i < p.num_items;
             }
             __syncwarp();
-            if (!work.tile.is_valid || work.count > 0) break;
+            if (!work.tile.is_valid || work.count() > 0) break;
             wait_for_last_turn();
             store_zeros<Shape>(p, work);
             if (lane_idx == 0) {
