@@ -92,9 +92,7 @@ __device__ void multiply_dq(float (&acc_dq)[Shape::kDqTiles][4],
 template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsumer {
     static constexpr int kBlockM = Shape::kBlockM, kStages = Shape::kStages, kValueStages = Shape::kValueStages;
     static constexpr int kNTiles = kBlockM / 8, kDTiles = Shape::kHeadDim / 8;
-    // Of a block mask. While S is multiplied is early; at head_dim 128 that costs more than it saves (journal).
-    static constexpr int kUnits = kBlockM / Unit::kSize;
-    static constexpr bool kReadsBitsEarly = Shape::kMasked && Shape::kHeadDim == 64;
+    static constexpr int kUnits = kBlockM / Unit::kSize;  // of a block mask
     static_assert(!kDropout || kBlockM == 64);
     const BwdParams<Shape> &p;
     BwdSharedMemory<Shape> &shared;
@@ -107,10 +105,6 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     __device__ auto &acc_dq() { return reinterpret_cast<float (&)[Shape::kDqTiles][4]>(acc_s); }
     __device__ Operands<kNTiles> operands(int first) { return {acc_dp, first}; }
 
-    __device__ int unit(uint32_t i, int u) const { return shared.row_block(i).unit[consumer][u]; }
-    __device__ uint32_t bits(uint32_t i, int u) const {
-        return word_of_unit<true>(p.block_mask, unit(i, u), thread_idx() % 128);
-    }
     __device__ bool drops() const { return kDropout && (!kMods || p.dropout_seed); }
     __device__ int key(const BwdWorkItem<Shape> &work) const {  // this lane's first
         return work.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx + lane_idx / 4;
@@ -188,8 +182,9 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         }
         begin_dp(stage);
         uint32_t seen[kUnits];
-        if constexpr (kReadsBitsEarly)
-            for (int u = 0; u < kUnits; u++) seen[u] = bits(i, u);
+        if (Shape::kMasked && !block.is_full)
+            for (int u = 0; u < kUnits; u++)
+                seen[u] = word_of_unit<true>(p.block_mask, shared.row_block(i).unit[consumer][u], thread_idx() % 128);
         warpgroup_arrive();
         multiply_abt<T>(acc_dp, shared.sV[t % kValueStages][consumer], shared.sdO[stage], !kDropout || kMods);
         const uint32_t kept =
@@ -202,13 +197,12 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             warpgroup_wait<1>(acc_s[0]);
         }
         exponentiate(acc_s[0], shared.lse_log2[stage], p.score_factor, lane_idx);
-        if (!block.is_full)
+        if (!block.is_full) {
             typename Shape::Mask(work.seq, p)
                 .apply_transposed(acc_s, work.blocks, block.m_block, key(work), row(block));
-        if constexpr (Shape::kMasked)
-            for (int u = 0; u < kUnits; u++)
-                if (kReadsBitsEarly ? __any_sync(~0u, ~seen[u]) : unit(i, u) != Unit::kSeen)
-                    hide_unseen(acc_s[0], 8 * u, kReadsBitsEarly ? seen[u] : bits(i, u), 0.f);
+            if constexpr (Shape::kMasked)
+                for (int u = 0; u < kUnits; u++) hide_unseen(acc_s[0], 8 * u, seen[u], 0.f);
+        }
         if constexpr (!kMods) {
             warpgroup_wait<0>(acc_dp);
         }

@@ -138,7 +138,7 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         const bool is_full = block.is_full;
         uint32_t seen = ~0u;
         if constexpr (Shape::kMasked)
-            if (consumer == 0) seen = word_of_unit<true>(p.block_mask, block.unit[rank][0], idx);
+            if (consumer == 0 && !is_full) seen = word_of_unit<true>(p.block_mask, block.unit[rank][0], idx);
         if (!is_full) clear_tiles<64>(seen_rows(work, block.m_block), shared.sQ[stage], shared.sdO[stage]);
         warpgroup_arrive();
         multiply_abt<T>(acc[0], c ? shared.sV : shared.sK, rows);
@@ -152,9 +152,10 @@ template <typename T, typename Shape, bool kDropout> struct WideConsumer {
         warpgroup_wait<kIsFirst ? 0 : 1>(acc[0]);
         if (consumer == 0) {
             exponentiate(acc[0], shared.lse_log2[stage], p.score_factor, lane_idx);
-            if (!is_full)
+            if (!is_full) {
                 Mask(work.seq, p).apply_transposed(acc, work.blocks, block.m_block, key(), row(block));
-            if (Shape::kMasked && block.unit[rank][0] != Unit::kSeen) hide_unseen(acc[0], 0, seen, 0.f);
+                if (Shape::kMasked) hide_unseen(acc[0], 0, seen, 0.f);
+            }
         }
         if constexpr (!kIsFirst) {
             warpgroup_wait<0>(acc_dq);

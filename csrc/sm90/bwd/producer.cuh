@@ -303,11 +303,12 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Bw
             lse_log2[j] = is_row ? p.lse_log2[head + row] : INFINITY;
             delta[j] = is_row ? static_cast<const float *>(p.delta)[head + row] : 0.f;
         }
-        int unit = Unit::kHidden;  // of lane 2 · keys + rows
+        int unit = Unit::kSeen;  // of lane 2 · keys + rows
         if constexpr (Shape::kMasked)
-            if (lane_idx < 4)
+            if (constexpr int kRows = kBlockM / Unit::kSize; lane_idx < 4 && lane_idx % 2 < kRows)
                 unit = HeadMask(p.block_mask, work.tile.b, h)
-                           .unit(m_block * (kBlockM / Unit::kSize) + lane_idx % 2, work.tile.block * 2 + lane_idx / 2);
+                           .unit(m_block * kRows + lane_idx % 2, work.tile.block * 2 + lane_idx / 2);
+        const bool is_full = work.blocks.is_full(m_block) && !(Shape::kMasked && __any_sync(~0u, unit != Unit::kSeen));
         shared.rows.producer_acquire(i);
         const int stage = i % Shape::kStages, slot = slot_of_row(thread_idx() % 32);
 #pragma unroll
@@ -317,7 +318,7 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Bw
         RowBlock &block = shared.row_block(i);
         if (Shape::kMasked && lane_idx < 4) block.unit[lane_idx / 2][lane_idx % 2] = unit;
         if (lane_idx == 0) {
-            block.h = h, block.m_block = m_block, block.is_full = work.blocks.is_full(m_block);
+            block.h = h, block.m_block = m_block, block.is_full = is_full;
             block.dq_tile = p.layout.row_tile(p, work.tile.b, h, m_block);
             block.slope = p.alibi_slopes
                               ? p.alibi_slopes[work.tile.b * p.alibi_batch_stride + h] * p.factors.per_unit : 0.f;
