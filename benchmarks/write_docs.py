@@ -217,8 +217,9 @@ TABLES = {
     "ampere": lambda: speeds(of("sm80,dtype=bfloat16,S!=8192"), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
     "varlen": lambda: packed("varlen", "forward", "sm90", "sm80"),
     "varlen_backward": lambda: packed("varlen_backward", "backward", "sm80"),
-    **{name: lambda name=name: speeds(of(name), "S|mask", "sm90|from_torch|native|triton|Flex|sm90 / native|sm90 / Flex"
-                                      "|triton / Flex") for name in ("block_masks", "block_masks_backward")},
+    **{name: lambda name=name: speeds(of(name), "D=head_dim|S|mask", "sm90|from_torch|native|triton|Flex"
+                                      "|sm90 / native|sm90 / Flex|triton / Flex")
+       for name in ("block_masks", "block_masks_backward")},
     "block_masks_build": lambda: speeds(of("block_masks_build"), "S=seqlen", "ours|ours:compiled|torch:compiled"
                                         "|ours:compiled / torch:compiled", "ms", ".1f"),
     "window": lambda: speeds(of("window,op=window"), "window=window_size|S|causal",
@@ -240,7 +241,7 @@ TABLES = {
 
 FOLDER = ROOT / "benchmarks/h200"
 RUNS = ("forward.svg", "forward_bf16.svg", "heads.svg", "sm80.png", "backward.png", "fp32.png", "matmul.png",
-        "triton.png", "forward_backward.svg", "varlen.svg", "window.svg", "scores.svg", "decode.svg")
+        "triton.png", "forward_backward.svg", "varlen.svg", "window.svg", "scores.svg", "decode.svg", "block_masks.svg")
 IMPLS = {name: impl for impl, name in NAMES.items()}
 
 
