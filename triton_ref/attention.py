@@ -19,6 +19,7 @@ from minimal_attn.checks import FP8_DTYPES, MAX_HEAD_DIM, empty_outputs
 from minimal_attn.options import CAUSAL_MASK, NO_MASK, Options, warn
 
 from . import autotune as tuner
+from .block_mask import Tiles, hidden, list_of, places_of, tile_at, with_lists
 from .dropout import dropout_of, keep_tile
 from .launching import INTERPRETING, WINDOW, Launch, kind_of, mask_of, packed, plan_key, properties, remember
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
@@ -191,7 +192,10 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     if kIsPacked and row0 >= seq.padded_q:
         return
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
-    visible, blocks = keys_of(mask, rows), key_blocks(mask, row0, kBlockM, kBlockN)
+    num_tiles = tl.cdiv(seqlen_k, kBlockN)
+    list_begin = list_of(score_strides, b, h, row0 // kBlockM, tl.cdiv(seqlen_q, kBlockM), num_tiles)
+    tiles = Tiles(score_options.lists, num_tiles, list_begin)
+    visible, blocks = keys_of(mask, rows), places_of(tiles, key_blocks(mask, row0, kBlockM, kBlockN))
     first_key = keys_of(mask, row0).begin if kIsLocal else None  # the rows see no key before it
 
     q = matrix_of(q_ptr, q_strides, b, h, seq.q_begin, seq.seqlen_q, head_dim, kTile.kTma)
@@ -224,11 +228,13 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     for kMasked in tl.static_range(2):  # first the blocks that every row sees whole, then those that a mask cuts
         loop = steps(blocks, kMasked)
         for step in range(loop.begin, loop.end):
-            col0 = block_of(blocks, step, kMasked) * kBlockN
+            block, is_partial = tile_at(tiles, block_of(blocks, step, kMasked))
+            col0 = block * kBlockN
             cols = col0 + tl.arange(0, kBlockN)
             k_tile = load_tile(k, col0, kMasked, kTile.kMaskCols, kBlockN, kTile.kBlockD, kTile.kTma)
             acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
             acc_s = shifted(scores, capped(scores, acc_s), rows[:, None], cols[None, :], not kMasked, kIsFloat32)
+            acc_s = hidden(scores, acc_s, row0, col0, is_partial)
             if kMasked:
                 acc_s = tl.where(sees(mask, visible, cols), acc_s, float("-inf"))
             # In fp32 a key that a row sees alone has p = 1 exactly. With a bias the product of a low score could
@@ -367,8 +373,9 @@ def launch(config, arguments, mask, tma):
                  k.shape[2], head_dim, head_dim_v, *mask, softmax_scale < 0,
                  tile_of(config, head_dim, head_dim_v, tma))
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM)
-    return Launch(packed(_flash_fwd) if lengths.is_packed else _flash_fwd, slots * q.shape[0] * nheads, constants,
-                  tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
+    start = Launch(packed(_flash_fwd) if lengths.is_packed else _flash_fwd, slots * q.shape[0] * nheads, constants,
+                   tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
+    return with_lists(start, scores.units, kBlockM, kBlockN, seqlen_q, k.shape[2])
 
 
 _plans = {}  # {all that a launch depends on: the launch}

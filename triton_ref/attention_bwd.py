@@ -23,6 +23,7 @@ from minimal_attn.options import NO_MASK, Lengths
 from . import autotune as tuner
 from .attention import block_d, can_use_tma, config_of, tile_of
 from .attention_bwd_kernels import PAD, _flash_bwd_bias, _flash_bwd_kv, _flash_bwd_q, _preprocess, _splits_of
+from .block_mask import with_lists
 from .dropout import dropout_of
 from .launching import INTERPRETING, Launch, kind_of, mask_of, packed, plan_key, properties, remember, sum_splits
 from .scores import bias_bytes, score_strides, score_options
@@ -120,7 +121,8 @@ def _launch(side, config, tma, arguments, mask, has_empty_rows, clears_delta):
     constants = (strides_of(q, k, v, dout, *gradients), score_strides(q, arguments[-1]), batch_size, nheads, nheads_k,
                  seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *splits, *mask, *flags,
                  tile_of(config, head_dim, head_dim_v, tma))
-    return Launch(function, programs, constants, tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
+    start = Launch(function, programs, constants, tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
+    return with_lists(start, arguments[-1].units, kBlockM, kBlockN, seqlen_q, seqlen_k, side == "kv")
 
 
 _plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q", "bias": the Launch; "sums": two}}
@@ -241,8 +243,9 @@ def _beside(device, pays):
 def _choose(side, arguments, options, has_empty_rows, clears_delta):
     """The Launch of one of tile_configs: the first, or the fastest."""
     (q, k, v, dout), lengths = arguments[:4], options.lengths
+    # A block mask takes few registers.
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1],
-                           bias_bytes(options.attn_bias), options.has_scores)
+                           bias_bytes(options.attn_bias), options._replace(mask_units=None).has_scores)
     # A descriptor ends with the tensor, not with a padded sample.
     tma = side != "bias" and (lengths.is_packed or not lengths.are_given) and can_use_tma(q, k, v, dout)
     key = (str(q.dtype), configs[0]["kBlockD"], configs[0]["kBlockDv"], *kind_of(q, k, options), tma)
