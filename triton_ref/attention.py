@@ -19,7 +19,7 @@ from minimal_attn.checks import FP8_DTYPES, MAX_HEAD_DIM, empty_outputs
 from minimal_attn.options import CAUSAL_MASK, NO_MASK, Options, warn
 
 from . import autotune as tuner
-from .block_mask import Tiles, hidden, list_of, places_of, tile_at, with_lists
+from .block_mask import hidden, places_of, tile_at, tiles_of, with_lists
 from .dropout import dropout_of, keep_tile
 from .launching import INTERPRETING, WINDOW, Launch, kind_of, mask_of, packed, plan_key, properties, remember
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
@@ -192,10 +192,7 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     if kIsPacked and row0 >= seq.padded_q:
         return
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
-    num_tiles = tl.cdiv(seqlen_k, kBlockN)
-    list_begin = list_of(score_strides, b, h, row0 // kBlockM, tl.cdiv(seqlen_q, kBlockM), num_tiles)
-    tiles = Tiles(score_options.lists, num_tiles, list_begin)
-    visible, blocks = keys_of(mask, rows), places_of(tiles, key_blocks(mask, row0, kBlockM, kBlockN))
+    visible, blocks = keys_of(mask, rows), key_blocks(mask, row0, kBlockM, kBlockN)
     first_key = keys_of(mask, row0).begin if kIsLocal else None  # the rows see no key before it
 
     q = matrix_of(q_ptr, q_strides, b, h, seq.q_begin, seq.seqlen_q, head_dim, kTile.kTma)
@@ -219,6 +216,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     numbers = score_numbers(tl.where(scale < 0, float("nan"), scale), score_options, score_strides, seq, h)
     unit_log2 = tl.where(scale < 0, float("nan"), log2_unit(numbers.unit))
     scores = Scores(numbers, score_options, score_strides)
+    tiles = tiles_of(scores, row0 // kBlockM, tl.cdiv(seqlen_q, kBlockM), tl.cdiv(seqlen_k, kBlockN))
+    places = places_of(scores, tiles, blocks)
     acc_o = tl.zeros([kBlockM, kBlockDv], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
@@ -226,10 +225,9 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     kHasBias: tl.constexpr = False if score_options.bias is None else score_options.bias.dtype.element_ty != tl.uint8
     kClearV: tl.constexpr = kIsPacked or lengths.seqused_k is not None
     for kMasked in tl.static_range(2):  # first the blocks that every row sees whole, then those that a mask cuts
-        loop = steps(blocks, kMasked)
+        loop = steps(places, kMasked)
         for step in range(loop.begin, loop.end):
-            block, is_partial = tile_at(tiles, block_of(blocks, step, kMasked))
-            col0 = block * kBlockN
+            col0, is_partial = tile_at(scores, tiles, block_of(places, step, kMasked), kBlockN)
             cols = col0 + tl.arange(0, kBlockN)
             k_tile = load_tile(k, col0, kMasked, kTile.kMaskCols, kBlockN, kTile.kBlockD, kTile.kTma)
             acc_s = tl.dot(q, k_tile.T, input_precision="ieee")

@@ -40,7 +40,7 @@ KV_TILES = {
 # Where something changes the scores, which takes registers.
 SCORES_KV_TILES = KV_TILES | {
     (2, 64): [(64, 64, 8, 2), (64, 64, 4, 2)],
-    (2, 128): [(64, 64, 8, 2), (32, 64, 8, 2)],
+    (2, 128): [(64, 64, 8, 2), (32, 64, 8, 2), (64, 64, 4, 2)],  # a block mask takes few
     (2, 256): [(32, 64, 8, 2), (32, 32, 4, 1)],
 }
 Q_TILES = {
@@ -243,9 +243,8 @@ def _beside(device, pays):
 def _choose(side, arguments, options, has_empty_rows, clears_delta):
     """The Launch of one of tile_configs: the first, or the fastest."""
     (q, k, v, dout), lengths = arguments[:4], options.lengths
-    # A block mask takes few registers.
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1],
-                           bias_bytes(options.attn_bias), options._replace(mask_units=None).has_scores)
+                           bias_bytes(options.attn_bias), options.has_scores)
     # A descriptor ends with the tensor, not with a padded sample.
     tma = side != "bias" and (lengths.is_packed or not lengths.are_given) and can_use_tma(q, k, v, dout)
     key = (str(q.dtype), configs[0]["kBlockD"], configs[0]["kBlockDv"], *kind_of(q, k, options), tma)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .attention import add_product, block_of_rows, clear_keys, load_tile, matrix_of, store_tile
-from .block_mask import Tiles, hidden, list_of, place_of, places_of, tile_at
+from .block_mask import hidden, place_of, places_of, tile_at, tiles_of
 from .dropout import keep_tile
 from .launching import WINDOW
 from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
@@ -154,7 +154,6 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
     v = load_tile(v, col0, True, kTile.kMaskCols, kBlockN, kBlockDv, kTile.kTma)
     dk = tl.zeros([kBlockN, kBlockD], tl.float32)
     dv = tl.zeros([kBlockN, kBlockDv], tl.float32)
-    num_tiles = tl.cdiv(seqlen_q, kBlockM)
     group = nheads // nheads_k
     num_splits = tl.cast(_splits_of(group * tl.cast(seq.seqlen_q, tl.int64), max_splits), tl.int32)
     begin = tl.minimum(group, (group * split_idx + num_splits - 1) // num_splits)
@@ -165,15 +164,13 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
         dout = matrix_of(dout_ptr, dout_strides, b, h, seq.q_begin, seq.seqlen_q, head_dim_v, kTile.kTma)
         scores = Scores(score_numbers(softmax_scale, score_options, score_strides, seq, h), score_options,
                         score_strides)
-        list_begin = list_of(score_strides, b, h, n_block, tl.cdiv(seqlen_k, kBlockN), num_tiles)
-        tiles = Tiles(score_options.lists, num_tiles, list_begin)
-        places = places_of(tiles, blocks)
+        tiles = tiles_of(scores, n_block, tl.cdiv(seqlen_k, kBlockN), tl.cdiv(seqlen_q, kBlockM))
+        places = places_of(scores, tiles, blocks)
         # First the blocks of rows that a mask or an end cuts, if there may be any.
         for kMasked in tl.static_range(1 if kIsCausal or kIsLocal or kRaggedRows else 0, -1, -1):
             loop = steps(places, kMasked)
             for step in range(loop.begin, loop.end):
-                block, is_partial = tile_at(tiles, block_of(places, step, kMasked))
-                row0 = block * kBlockM
+                row0, is_partial = tile_at(scores, tiles, block_of(places, step, kMasked), kBlockM)
                 rows = row0 + tl.arange(0, kBlockM)
                 q_tile = load_tile(q, row0, True, kTile.kMaskCols, kBlockM, kBlockD, kTile.kTma)
                 if kMasked and kEmptyRows:  # Q and dO may be NaN there, and 0 · NaN would reach dK and dV
@@ -253,10 +250,7 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, leng
         return
     pad_begin = first_padded_row(seq) if kIsPacked else 0
     mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
-    num_tiles = tl.cdiv(seqlen_k, kBlockN)
-    list_begin = list_of(score_strides, b, h, row0 // kBlockM, tl.cdiv(seqlen_q, kBlockM), num_tiles)
-    tiles = Tiles(score_options.lists, num_tiles, list_begin)
-    visible, blocks = keys_of(mask, rows), places_of(tiles, key_blocks(mask, row0, kBlockM, kBlockN))
+    visible, blocks = keys_of(mask, rows), key_blocks(mask, row0, kBlockM, kBlockN)
     first_key = keys_of(mask, row0).begin if kIsLocal else None  # the rows see no key before it
 
     q = matrix_of(q_ptr, q_strides, b, h, seq.q_begin, seq.seqlen_q, head_dim, kTile.kTma)
@@ -271,12 +265,13 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, leng
         lse = tl.where(visible.begin >= visible.end, float("inf"), lse)
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
     scores = Scores(score_numbers(softmax_scale, score_options, score_strides, seq, h), score_options, score_strides)
+    tiles = tiles_of(scores, row0 // kBlockM, tl.cdiv(seqlen_q, kBlockM), tl.cdiv(seqlen_k, kBlockN))
+    places = places_of(scores, tiles, blocks)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     for kMasked in tl.static_range(2):
-        loop = steps(blocks, kMasked)
+        loop = steps(places, kMasked)
         for step in range(loop.begin, loop.end):
-            block, is_partial = tile_at(tiles, block_of(blocks, step, kMasked))
-            col0 = block * kBlockN
+            col0, is_partial = tile_at(scores, tiles, block_of(places, step, kMasked), kBlockN)
             k_tile = load_tile(k, col0, kMasked, kTile.kMaskCols, kBlockN, kBlockD, kTile.kTma, 0, first_key)
             v_tile = load_tile(v, col0, kMasked, kTile.kMaskCols, kBlockN, kBlockDv, kTile.kTma, 0, first_key)
             if kMasked and kTile.kTma:
@@ -317,7 +312,7 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
     m_begin, m_end, idx = _owned(idx, tl.cdiv(seqlen_q, kBlockM), kSharesRows)
     h_begin, h_end, idx = _owned(idx, nheads, kSharesHeads)
     b_begin, b_end, idx = _owned(idx, batch_size, kSharesBatch)
-    dbias, num_tiles = tl.zeros([kBlockM, kBlockN], tl.float32), tl.cdiv(seqlen_k, kBlockN)
+    dbias = tl.zeros([kBlockM, kBlockN], tl.float32)
     for b in range(b_begin, b_end):
         seq = sequence(lengths, b, batch_size, seqlen_q, seqlen_k)
         mask = make_mask(seq, window_left, window_right, kIsCausal, kIsLocal, kChunk)
@@ -333,12 +328,10 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
                 row0 = m * kBlockM
                 visible = keys_of(mask, row0 + tl.arange(0, kBlockM))
                 blocks = key_blocks(mask, row0, kBlockM, kBlockN)
-                list_begin = list_of(score_strides, b, h, m, tl.cdiv(seqlen_q, kBlockM), num_tiles)
-                tiles = Tiles(score_options.lists, num_tiles, list_begin)
-                for place in range(place_of(tiles, tl.maximum(n_begin, blocks.begin)),
-                                   place_of(tiles, tl.minimum(n_end, blocks.end))):
-                    n, is_partial = tile_at(tiles, place)
-                    col0 = n * kBlockN
+                tiles = tiles_of(scores, m, tl.cdiv(seqlen_q, kBlockM), tl.cdiv(seqlen_k, kBlockN))
+                for place in range(place_of(scores, tiles, tl.maximum(n_begin, blocks.begin)),
+                                   place_of(scores, tiles, tl.minimum(n_end, blocks.end))):
+                    col0, is_partial = tile_at(scores, tiles, place, kBlockN)
                     lse = load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, False)
                     delta = load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, False)
                     q_tile = load_tile(q, row0, True, True, kBlockM, kBlockD)

@@ -1,4 +1,4 @@
-"""Changes of a score before the softmax: softcap, ALiBi, biases and masks, for the kernels of both passes.
+"""Changes of a score before the softmax: softcap, ALiBi, biases and masks in bytes, for the kernels of both passes.
 
     score = factor · q·k, or with a softcap its tanh          factor = softmax_scale / unit
             - slope / unit · |row + seqlen_k - seqlen_q - key|
@@ -39,7 +39,7 @@ class ScoreStrides(NamedTuple):
     head: Any
     row: Any
     key: Any
-    mask_batch: Any  # in heads of a block mask
+    mask_batch: Any  # of a block mask, in heads
     mask_head: Any
     unit_head: Any
     unit_row: Any
@@ -55,7 +55,7 @@ class Numbers(NamedTuple):
     per_unit: Any  # 1 / unit
     slope: Any  # in units
     bias: Any  # a pointer to that of row 0 and key 0
-    units: Any  # a pointer to those of row 0
+    mask_head: Any  # which head of a block mask, counted over all samples
     seqlen_q: Any
     seqlen_k: Any
 
@@ -89,7 +89,7 @@ def log2_unit(unit):
 def score_numbers(scale, options, strides, seq, h):
     """The Numbers of head h of a Sequence. scale: of q·k."""
     unit = unit_of(scale, options)
-    factor, per_unit, slope, bias, units = scale, 1.0, 0.0, 0, 0
+    factor, per_unit, slope, bias, mask_head = scale, 1.0, 0.0, 0, 0
     if options.softcap is not None:
         factor, per_unit = scale / unit, 1 / unit
     if options.slopes is not None:
@@ -97,9 +97,8 @@ def score_numbers(scale, options, strides, seq, h):
     if options.bias is not None:
         bias = options.bias + tl.cast(seq.b, tl.int64) * strides.batch + tl.cast(h, tl.int64) * strides.head
     if options.units is not None:
-        head = tl.cast(seq.b, tl.int64) * strides.mask_batch + h * strides.mask_head
-        units = options.units + head * strides.unit_head
-    return Numbers(factor, unit, per_unit, slope, bias, units, seq.seqlen_q, seq.seqlen_k)
+        mask_head = tl.cast(seq.b, tl.int64) * strides.mask_batch + h * strides.mask_head
+    return Numbers(factor, unit, per_unit, slope, bias, mask_head, seq.seqlen_q, seq.seqlen_k)
 
 
 @triton.jit
