@@ -35,6 +35,7 @@ def host(file, names="against_a_loop"):
 
 LENGTHS, SCORES, KV = "attention/test_lengths.py", "attention/test_scores.py", "caches/test_kvcache.py"
 FORWARD, BACKWARD, DROPOUT = (f"attention/test_{name}.py" for name in ("forward", "backward", "dropout"))
+BLOCK_MASK = "attention/test_block_mask.py"
 PACKED, TWIN_LENGTHS = "attention/test_packed.py", f"{LENGTHS} -k 'triton and against_a_loop'"
 APPEND, TREES, CACHE_ERRORS, CACHE_NAMES = (f"caches/test_{name}.py" for name in (
     "append", "tree_mask", "cache_errors", "cache_names"))
@@ -168,6 +169,8 @@ MUTANTS = [
      TWIN_LENGTHS),
     ("triton_ref/mask.py", "triton_window_one_key_short", "tl.minimum(window_left, seq.seqlen_k)",
      "tl.minimum(window_left - 1, seq.seqlen_k)", TWIN_LENGTHS),
+    ("triton_ref/block_mask.py", "triton_tiles_of_one_full_unit", " | (tl.min(units, 1) != -1)", "",
+     f"slow {BLOCK_MASK} -k 'several_units'"),
     ("triton_ref/scores.py", "triton_alibi_beside_softcap", "+ h) * per_unit", "+ h)",
      f"{SCORES} -k 'triton and scores_of_batches'"),
     ("triton_ref/scores.py", "triton_no_derivative_of_softcap", "ds *= 1 - s * s", "ds *= 1",

@@ -19,6 +19,7 @@ from minimal_attn.checks import FP8_DTYPES, MAX_HEAD_DIM, empty_outputs
 from minimal_attn.options import CAUSAL_MASK, NO_MASK, Options, warn
 
 from . import autotune as tuner
+from .block_mask import hidden, places_of, tile_at, tiles_of, with_lists
 from .dropout import dropout_of, keep_tile
 from .launching import INTERPRETING, WINDOW, Launch, kind_of, mask_of, packed, plan_key, properties, remember
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
@@ -215,6 +216,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     numbers = score_numbers(tl.where(scale < 0, float("nan"), scale), score_options, score_strides, seq, h)
     unit_log2 = tl.where(scale < 0, float("nan"), log2_unit(numbers.unit))
     scores = Scores(numbers, score_options, score_strides)
+    tiles = tiles_of(scores, row0 // kBlockM, tl.cdiv(seqlen_q, kBlockM), tl.cdiv(seqlen_k, kBlockN))
+    places = places_of(scores, tiles, blocks)
     acc_o = tl.zeros([kBlockM, kBlockDv], tl.float32)
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
@@ -222,13 +225,14 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     kHasBias: tl.constexpr = False if score_options.bias is None else score_options.bias.dtype.element_ty != tl.uint8
     kClearV: tl.constexpr = kIsPacked or lengths.seqused_k is not None
     for kMasked in tl.static_range(2):  # first the blocks that every row sees whole, then those that a mask cuts
-        loop = steps(blocks, kMasked)
+        loop = steps(places, kMasked)
         for step in range(loop.begin, loop.end):
-            col0 = block_of(blocks, step, kMasked) * kBlockN
+            col0, is_partial = tile_at(scores, tiles, block_of(places, step, kMasked), kBlockN)
             cols = col0 + tl.arange(0, kBlockN)
             k_tile = load_tile(k, col0, kMasked, kTile.kMaskCols, kBlockN, kTile.kBlockD, kTile.kTma)
             acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
             acc_s = shifted(scores, capped(scores, acc_s), rows[:, None], cols[None, :], not kMasked, kIsFloat32)
+            acc_s = hidden(scores, acc_s, row0, col0, is_partial)
             if kMasked:
                 acc_s = tl.where(sees(mask, visible, cols), acc_s, float("-inf"))
             # In fp32 a key that a row sees alone has p = 1 exactly. With a bias the product of a low score could
@@ -367,8 +371,9 @@ def launch(config, arguments, mask, tma):
                  k.shape[2], head_dim, head_dim_v, *mask, softmax_scale < 0,
                  tile_of(config, head_dim, head_dim_v, tma))
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM)
-    return Launch(packed(_flash_fwd) if lengths.is_packed else _flash_fwd, slots * q.shape[0] * nheads, constants,
-                  tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
+    start = Launch(packed(_flash_fwd) if lengths.is_packed else _flash_fwd, slots * q.shape[0] * nheads, constants,
+                   tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
+    return with_lists(start, scores.units, kBlockM, kBlockN, seqlen_q, k.shape[2])
 
 
 _plans = {}  # {all that a launch depends on: the launch}

@@ -23,6 +23,7 @@ from minimal_attn.options import NO_MASK, Lengths
 from . import autotune as tuner
 from .attention import block_d, can_use_tma, config_of, tile_of
 from .attention_bwd_kernels import PAD, _flash_bwd_bias, _flash_bwd_kv, _flash_bwd_q, _preprocess, _splits_of
+from .block_mask import with_lists
 from .dropout import dropout_of
 from .launching import INTERPRETING, Launch, kind_of, mask_of, packed, plan_key, properties, remember, sum_splits
 from .scores import bias_bytes, score_strides, score_options
@@ -39,7 +40,7 @@ KV_TILES = {
 # Where something changes the scores, which takes registers.
 SCORES_KV_TILES = KV_TILES | {
     (2, 64): [(64, 64, 8, 2), (64, 64, 4, 2)],
-    (2, 128): [(64, 64, 8, 2), (32, 64, 8, 2)],
+    (2, 128): [(64, 64, 8, 2), (32, 64, 8, 2), (64, 64, 4, 2)],  # a block mask takes few
     (2, 256): [(32, 64, 8, 2), (32, 32, 4, 1)],
 }
 Q_TILES = {
@@ -120,7 +121,8 @@ def _launch(side, config, tma, arguments, mask, has_empty_rows, clears_delta):
     constants = (strides_of(q, k, v, dout, *gradients), score_strides(q, arguments[-1]), batch_size, nheads, nheads_k,
                  seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *splits, *mask, *flags,
                  tile_of(config, head_dim, head_dim_v, tma))
-    return Launch(function, programs, constants, tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
+    start = Launch(function, programs, constants, tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
+    return with_lists(start, arguments[-1].units, kBlockM, kBlockN, seqlen_q, seqlen_k, side == "kv")
 
 
 _plans = {}  # {all that the launches depend on: {"preprocess", "kv", "q", "bias": the Launch; "sums": two}}

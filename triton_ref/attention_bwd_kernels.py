@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .attention import add_product, block_of_rows, clear_keys, load_tile, matrix_of, store_tile
+from .block_mask import hidden, place_of, places_of, tile_at, tiles_of
 from .dropout import keep_tile
 from .launching import WINDOW
 from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
@@ -163,11 +164,13 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
         dout = matrix_of(dout_ptr, dout_strides, b, h, seq.q_begin, seq.seqlen_q, head_dim_v, kTile.kTma)
         scores = Scores(score_numbers(softmax_scale, score_options, score_strides, seq, h), score_options,
                         score_strides)
+        tiles = tiles_of(scores, n_block, tl.cdiv(seqlen_k, kBlockN), tl.cdiv(seqlen_q, kBlockM))
+        places = places_of(scores, tiles, blocks)
         # First the blocks of rows that a mask or an end cuts, if there may be any.
         for kMasked in tl.static_range(1 if kIsCausal or kIsLocal or kRaggedRows else 0, -1, -1):
-            loop = steps(blocks, kMasked)
+            loop = steps(places, kMasked)
             for step in range(loop.begin, loop.end):
-                row0 = block_of(blocks, step, kMasked) * kBlockM
+                row0, is_partial = tile_at(scores, tiles, block_of(places, step, kMasked), kBlockM)
                 rows = row0 + tl.arange(0, kBlockM)
                 q_tile = load_tile(q, row0, True, kTile.kMaskCols, kBlockM, kBlockD, kTile.kTma)
                 if kMasked and kEmptyRows:  # Q and dO may be NaN there, and 0 · NaN would reach dK and dV
@@ -177,8 +180,8 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
                     q_tile = tl.where(is_used[:, None], q_tile, tl.zeros_like(q_tile))
                 s = capped(scores, tl.dot(k, q_tile.T, input_precision="ieee"))  # Sᵀ
                 lse = load_per_row(lse_ptr, b * nheads + h, pad_begin + row0, seqlen_pad, kBlockM, kTile.kTma)
-                p = probabilities(shifted(scores, s, rows[None, :], cols[:, None]), lse[None, :], scores.numbers.unit,
-                                  k.dtype == tl.float32)
+                shown = hidden(scores, shifted(scores, s, rows[None, :], cols[:, None]), row0, col0, is_partial, True)
+                p = probabilities(shown, lse[None, :], scores.numbers.unit, k.dtype == tl.float32)
                 if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
                     p = tl.where(seen_by(mask, seeing, rows, kRaggedRows), p, 0.0)
                 p_dropped = p
@@ -210,14 +213,14 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 
 
 @triton.jit
-def score_gradients(q, k, v, dout, lse, delta, h, row0, col0, seq, mask, visible, scores, dropout,
+def score_gradients(q, k, v, dout, lse, delta, h, row0, col0, is_partial, seq, mask, visible, scores, dropout,
                     kMasked: tl.constexpr):
     """(the result of capped, P, dS) of a tile of rows and one of keys: [kBlockM, kBlockN]. dS is the derivative by the
     result of shifted. P and dS are 0 with kMasked where a row does not see a key."""
     rows, cols = row0 + tl.arange(0, q.shape[0]), col0 + tl.arange(0, k.shape[0])
     s = capped(scores, tl.dot(q, k.T, input_precision="ieee"))
-    p = probabilities(shifted(scores, s, rows[:, None], cols[None, :]), lse[:, None], scores.numbers.unit,
-                      q.dtype == tl.float32)
+    shown = hidden(scores, shifted(scores, s, rows[:, None], cols[None, :]), row0, col0, is_partial)
+    p = probabilities(shown, lse[:, None], scores.numbers.unit, q.dtype == tl.float32)
     if kMasked:
         p = tl.where(sees(mask, visible, cols), p, 0.0)
     dp = tl.dot(dout, v.T, input_precision="ieee")
@@ -262,19 +265,21 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, leng
         lse = tl.where(visible.begin >= visible.end, float("inf"), lse)
         dout = tl.where((lse == float("inf"))[:, None], tl.zeros_like(dout), dout)
     scores = Scores(score_numbers(softmax_scale, score_options, score_strides, seq, h), score_options, score_strides)
+    tiles = tiles_of(scores, row0 // kBlockM, tl.cdiv(seqlen_q, kBlockM), tl.cdiv(seqlen_k, kBlockN))
+    places = places_of(scores, tiles, blocks)
     dq = tl.zeros([kBlockM, kBlockD], tl.float32)
     for kMasked in tl.static_range(2):
-        loop = steps(blocks, kMasked)
+        loop = steps(places, kMasked)
         for step in range(loop.begin, loop.end):
-            col0 = block_of(blocks, step, kMasked) * kBlockN
+            col0, is_partial = tile_at(scores, tiles, block_of(places, step, kMasked), kBlockN)
             k_tile = load_tile(k, col0, kMasked, kTile.kMaskCols, kBlockN, kBlockD, kTile.kTma, 0, first_key)
             v_tile = load_tile(v, col0, kMasked, kTile.kMaskCols, kBlockN, kBlockDv, kTile.kTma, 0, first_key)
             if kMasked and kTile.kTma:
                 cols = col0 + tl.arange(0, kBlockN)
                 k_tile = clear_keys(k_tile, cols, first_key, seq.seqlen_k, kIsPacked)
                 v_tile = clear_keys(v_tile, cols, first_key, seq.seqlen_k, kIsPacked)
-            s, _, ds = score_gradients(q, k_tile, v_tile, dout, lse, delta, h, row0, col0, seq, mask, visible, scores,
-                                       dropout, kMasked)
+            s, _, ds = score_gradients(q, k_tile, v_tile, dout, lse, delta, h, row0, col0, is_partial, seq, mask,
+                                       visible, scores, dropout, kMasked)
             dq = add_product(dq, through_cap(scores, ds, s).to(q.dtype), k_tile)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     store_tile(dq_ptr, dq_strides, b, h, seq.q_begin, rows, seq.padded_q, head_dim, dq * softmax_scale)
@@ -323,16 +328,18 @@ def _flash_bwd_bias(q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_ptr, delta_ptr
                 row0 = m * kBlockM
                 visible = keys_of(mask, row0 + tl.arange(0, kBlockM))
                 blocks = key_blocks(mask, row0, kBlockM, kBlockN)
-                for n in range(tl.maximum(n_begin, blocks.begin), tl.minimum(n_end, blocks.end)):
-                    col0 = n * kBlockN
+                tiles = tiles_of(scores, m, tl.cdiv(seqlen_q, kBlockM), tl.cdiv(seqlen_k, kBlockN))
+                for place in range(place_of(scores, tiles, tl.maximum(n_begin, blocks.begin)),
+                                   place_of(scores, tiles, tl.minimum(n_end, blocks.end))):
+                    col0, is_partial = tile_at(scores, tiles, place, kBlockN)
                     lse = load_per_row(lse_ptr, bh, row0, seqlen_pad, kBlockM, False)
                     delta = load_per_row(delta_ptr, bh, row0, seqlen_pad, kBlockM, False)
                     q_tile = load_tile(q, row0, True, True, kBlockM, kBlockD)
                     k_tile = load_tile(k, col0, True, True, kBlockN, kBlockD)
                     v_tile = load_tile(v, col0, True, True, kBlockN, kBlockDv)
                     dout_tile = load_tile(dout, row0, True, True, kBlockM, kBlockDv)
-                    _, p, ds = score_gradients(q_tile, k_tile, v_tile, dout_tile, lse, delta, h, row0, col0, seq, mask,
-                                               visible, scores, dropout, True)
+                    _, p, ds = score_gradients(q_tile, k_tile, v_tile, dout_tile, lse, delta, h, row0, col0, is_partial,
+                                               seq, mask, visible, scores, dropout, True)
                     # Without a key, or with keys of -inf alone, a row's dO may be NaN.
                     dbias += tl.where(p != 0, ds, 0.0)
 

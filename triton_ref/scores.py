@@ -1,4 +1,4 @@
-"""Changes of a score before the softmax: softcap, ALiBi, biases and masks, for the kernels of both passes.
+"""Changes of a score before the softmax: softcap, ALiBi, biases and masks in bytes, for the kernels of both passes.
 
     score = factor · q·k, or with a softcap its tanh          factor = softmax_scale / unit
             - slope / unit · |row + seqlen_k - seqlen_q - key|
@@ -29,6 +29,7 @@ class ScoreOptions(NamedTuple):
     bias: Any  # a mask in bytes
     units: Any  # of a BlockMask (minimal_attn/block_mask.py), and its bits
     bits: Any
+    lists: Any  # of its tiles, see block_mask.py
 
 
 class ScoreStrides(NamedTuple):
@@ -38,7 +39,8 @@ class ScoreStrides(NamedTuple):
     head: Any
     row: Any
     key: Any
-    unit_batch: Any
+    mask_batch: Any  # of a block mask, in heads
+    mask_head: Any
     unit_head: Any
     unit_row: Any
     num_bits: Any
@@ -53,7 +55,7 @@ class Numbers(NamedTuple):
     per_unit: Any  # 1 / unit
     slope: Any  # in units
     bias: Any  # a pointer to that of row 0 and key 0
-    units: Any  # a pointer to those of row 0
+    mask_head: Any  # which head of a block mask, counted over all samples
     seqlen_q: Any
     seqlen_k: Any
 
@@ -87,7 +89,7 @@ def log2_unit(unit):
 def score_numbers(scale, options, strides, seq, h):
     """The Numbers of head h of a Sequence. scale: of q·k."""
     unit = unit_of(scale, options)
-    factor, per_unit, slope, bias, units = scale, 1.0, 0.0, 0, 0
+    factor, per_unit, slope, bias, mask_head = scale, 1.0, 0.0, 0, 0
     if options.softcap is not None:
         factor, per_unit = scale / unit, 1 / unit
     if options.slopes is not None:
@@ -95,8 +97,8 @@ def score_numbers(scale, options, strides, seq, h):
     if options.bias is not None:
         bias = options.bias + tl.cast(seq.b, tl.int64) * strides.batch + tl.cast(h, tl.int64) * strides.head
     if options.units is not None:
-        units = options.units + seq.b * strides.unit_batch + h * strides.unit_head
-    return Numbers(factor, unit, per_unit, slope, bias, units, seq.seqlen_q, seq.seqlen_k)
+        mask_head = tl.cast(seq.b, tl.int64) * strides.mask_batch + h * strides.mask_head
+    return Numbers(factor, unit, per_unit, slope, bias, mask_head, seq.seqlen_q, seq.seqlen_k)
 
 
 @triton.jit
@@ -157,20 +159,7 @@ def shifted(scores, s, rows, cols, kIsFull: tl.constexpr = False, kClamps: tl.co
                 in_units *= scores.numbers.per_unit
             # -inf and NaN stay what they are.
             s += tl.where(bias > float("-inf"), tl.maximum(in_units, LOWEST), bias)
-    if scores.options.units is not None:
-        s = tl.where(_sees(scores, rows, cols), s, float("-inf"))
     return s
-
-
-@triton.jit
-def _sees(scores, rows, cols):
-    """Whether each row sees each key by a block mask. A unit's bits are in the order of BlockMask.bits."""
-    is_there = (rows < scores.numbers.seqlen_q) & (cols < scores.numbers.seqlen_k)
-    unit = tl.load(scores.numbers.units + rows // 64 * scores.strides.unit_row + cols // 64, mask=is_there, other=-2)
-    unit = tl.minimum(unit, scores.strides.num_bits - 1)
-    word = rows % 64 // 16 * 32 + rows % 8 * 4 + cols % 8 // 2
-    bits = tl.load(scores.options.bits + unit.to(tl.int64) * 256 + word, mask=unit >= 0, other=0)
-    return (unit == -1) | ((bits >> rows // 8 % 2 * 16 + cols % 64 // 8 * 2 + cols % 2) & 1 != 0)
 
 
 @triton.jit
@@ -214,7 +203,8 @@ def score_options(options):
         bias = bias.view(torch.uint8)
     elif bias is not None and bias.dtype == torch.bfloat16 and INTERPRETING:  # see launching.py
         bias = bias.float()
-    return ScoreOptions(options.softcap or None, options.alibi_slopes, bias, options.mask_units, options.mask_bits)
+    of_mask = (x if x is None else x.contiguous() for x in (options.mask_units, options.mask_bits))
+    return ScoreOptions(options.softcap or None, options.alibi_slopes, bias, *of_mask, lists=None)
 
 
 def score_strides(q, scores):
@@ -225,11 +215,10 @@ def score_strides(q, scores):
     if bias is not None:
         shared = 0, 0, None, None
         strides = [x if n == 1 else stride for n, stride, x in zip(bias.shape, bias.stride(), shared)]
-    units = scores.units
-    of_units = [None] * 4
-    if units is not None:
-        of_heads = (0 if n == 1 else stride for n, stride in zip(units.shape[:2], units.stride()))
-        of_units = *of_heads, units.stride(2), scores.bits.shape[0]
+    of_units = [None] * 5
+    if scores.units is not None:
+        batch_size, nheads, rows, keys = scores.units.shape
+        of_units = 0 if batch_size == 1 else nheads, int(nheads > 1), rows * keys, keys, scores.bits.shape[0]
     # To 16 bits an approximation is enough.
     is_fast = scores.softcap is not None and q.itemsize < 4 and properties(q.device).capability >= 75
     return ScoreStrides(alibi_batch, *strides, *of_units, tl.constexpr(is_fast))

@@ -443,6 +443,29 @@ def test_rows_without_keys(impl):
     assert (out[is_empty] == 0).all() and (dq[is_empty] == 0).all()
 
 
+@pytest.mark.parametrize("impl", [pytest.param("triton", marks=slow_unless(HAS_GPU))])
+def test_tiles_of_several_units(impl):
+    """Empty tiles are not read: NaN there changes no bit, and gradients there are 0."""
+    backend, device = IMPLS[impl]
+    rows, keys = slice(128, 256), slice(0, 128)
+    states = draw(4, 6, 7).repeat_interleave(64, 0).repeat_interleave(64, 1)[:SQ, :SK]
+    sees = (states == 3) | (states == 2) & RANDOM[0, 0]
+    sees[rows], sees[:, keys] = False, False
+    mask, results = BlockMask.from_dense(sees).to(device), []
+    for junk, attend in ((0, reference_attention), (0, flash_attention), (math.nan, flash_attention)):
+        q, k, v, dout = (randn(B, heads, n, 64, seed=n + heads, device=device, dtype=torch.float16)
+                         for heads, n in ((H, SQ), (1, SK), (1, SK), (H, SQ)))
+        q[:, :, rows], dout[:, :, rows], k[:, :, keys], v[:, :, keys] = [junk] * 4
+        options = dict(backend=backend, deterministic=True) if attend is flash_attention else {}
+        leaves = [(x if options else x.double()).requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, block_mask=mask, **options)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))))
+    for want, got, with_nan in zip(*results):
+        close(got, want, TOLERANCE[torch.float16])
+        assert got.equal(with_nan)
+    assert all((x[:, :, part] == 0).all() for x, part in zip(results[2], (rows, rows, keys, keys)))
+
+
 @each_impl
 def test_3d_input(impl):
     backend, device = IMPLS[impl]

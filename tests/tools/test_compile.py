@@ -47,7 +47,7 @@ FORWARD = [
     ("bfloat16", 128, "causal dropout"), ("bfloat16", 128, "local packed"), ("bfloat16", (192, 128), "causal sinks"),
     ("float16", (64, 256), "local packed sinks"), ("float32", (64, 32), "causal used"),
     ("bfloat16", 64, "causal softcap alibi bias"), ("float16", 128, "softcap"), ("float32", 64, "softcap alibi bias"),
-    ("bfloat16", 256, "causal used mask")]
+    ("bfloat16", 256, "causal used mask"), ("bfloat16", 128, "causal units"), ("float32", 64, "units")]
 FP8_FORWARD = [("float8_e4m3fn", 128, "causal used"), ("float8_e5m2", 64, ""), ("float8_e4m3fn", 128, "local packed")]
 BACKWARD = [
     ("bfloat16", 64, "causal"), ("float16", 64, "dropout"), ("bfloat16", 128, "causal dropout"), ("float16", 128, ""),
@@ -55,7 +55,7 @@ BACKWARD = [
     ("bfloat16", 128, "local"), ("float16", 64, "causal packed"), ("bfloat16", 128, "local packed"),
     ("bfloat16", (192, 128), "causal sinks"), ("float16", (64, 32), "local packed sinks"),
     ("bfloat16", 64, "causal softcap alibi bias"), ("float16", 128, "softcap alibi bias"), ("bfloat16", 128, "mask"),
-    ("float32", 64, "softcap")]
+    ("float32", 64, "softcap"), ("bfloat16", 128, "units"), ("float16", 64, "causal units")]
 DECODE = [("bfloat16", 128, "paged split"), ("float16", 64, "split softcap alibi sinks"),
           ("bfloat16", 256, "paged split"), ("float32", (192, 128), "paged split"), ("bfloat16", (40, 128), "")]
 APPEND = [("bfloat16", 128, "paged rotary"), ("float16", (64, 32), "rotary"), ("float32", (192, 128), "rotary q"),
@@ -165,6 +165,7 @@ def call_attention(dtype, head_dim, asks):
     import torch
 
     from minimal_attn import flash_attention
+    from minimal_attn.block_mask import BlockMask
 
     D, Dv = pair(head_dim)
     tensors = [torch.empty(1 if "packed" in asks else 2, 4, 512, d, dtype=getattr(torch, dtype)) for d in (D, D, Dv)]
@@ -174,7 +175,7 @@ def call_attention(dtype, head_dim, asks):
                "used": dict(seqused_q=lengths, seqused_k=lengths), "causal": dict(causal=True),
                "local": dict(window_size=(100, 7)), "sinks": dict(sinks=torch.zeros(4)), "dropout": dict(dropout_p=0.1),
                "softcap": dict(softcap=30.0), "alibi": dict(alibi_slopes=torch.ones(4)), "bias": dict(attn_bias=bias),
-               "mask": dict(attn_bias=bias == 0)}
+               "mask": dict(attn_bias=bias == 0), "units": dict(block_mask=BlockMask.from_dense(bias == 0))}
     keywords = {key: value for name in asks.split() for key, value in options[name].items()}
     if "float8" not in dtype:
         tensors = [x.requires_grad_() for x in tensors]
