@@ -30,7 +30,9 @@ template <int kBlockN> struct KeyTiles : TileSlots<kBlockN> {
         const KeyTiles tiles(p);
         const uint32_t heads = p.cu_seqlens_k ? p.nheads_k : p.nheads_k * uint32_t(p.batch_size);
         uint32_t together = p.cu_seqlens_k ? heads : 1;
-        const bool go_together = p.window_right == 0 ? !p.deterministic || p.nheads == p.nheads_k : p.deterministic;
+        // Under masks tiles differ: the long ones of all heads go first.
+        const bool go_together = p.window_right == 0 ? !p.deterministic || p.nheads == p.nheads_k
+                                                     : p.deterministic || p.block_mask.rows;
         if (go_together) together = tiles.heads_together(together, heads);
         return {uint32_t(tiles.slots), heads, together, uint32_t(p.nheads_k), uint32_t(p.nheads / p.nheads_k)};
     }
