@@ -18,7 +18,9 @@ struct Bias {
     DType dtype;
 };
 
-// A mask in units of 64 rows and 64 keys, see common/block_mask.cuh. A size of 1 for samples or heads: shared.
+// A mask in units of 64 rows and 64 keys, see common/block_mask.cuh. A size of 1 for samples or heads: shared. Kernels
+// clamp the numbers of bits. Words may have bits of hidden units, but row_words and key_words must agree: in a
+// deterministic backward pass on Hopper, key_words say which blocks add dQ, and row_words for how many a block waits.
 struct BlockMask {
     const int *units;                  // [samples, heads, rows, keys]: -2 hidden, -1 seen, or the number of its bits
     const uint32_t *row_words;         // [samples, heads, rows, keys / 32]: bit n of them: unit n is not hidden
@@ -69,13 +71,15 @@ struct AttnParams {
     Bias bias;                   // not in packed batches
     BlockMask block_mask;        // not in packed batches
     bool has_score_mods() const { return softcap > 0 || alibi_slopes || bias.data; }
-    // A mask of bool, and nothing else that a block mask does not go with on Hopper.
+    // Whether the bias is a mask of bool that Hopper's kernels can take as a block mask, beside the other options.
     bool has_mask_alone() const {
+        const double heads = (bias.batch_stride ? batch_size : 1.) * (bias.head_stride ? nheads : 1);
         return bias.data && bias.dtype == DType::kBool && softcap == 0 && !alibi_slopes && !dropout_seed &&
                !max_logits && !return_max_logits && !attention_chunk && !block_mask.rows &&
-               double(batch_size) * nheads * (seqlen_q / 64 + 1) * (seqlen_k / 64 + 1) < INT32_MAX;  // units
+               heads * (seqlen_q / 64 + 1) * (seqlen_k / 64 + 1) < INT32_MAX;  // units
     }
-    // Whether it becomes units on Hopper. For a mask of each head that takes half as long as a forward pass.
+    // Whether the forward pass on Hopper does so. A mask for each head stays as it is: to pack its units takes half as
+    // long as the pass itself.
     bool walks_mask() const { return has_mask_alone() && bias.head_stride == 0; }
     // What kernels of all GPUs have in one variant: also chunks and a block mask.
     bool has_mods() const { return has_score_mods() || attention_chunk || block_mask.rows; }

@@ -14,7 +14,7 @@ struct AttnBackwardParams : AttnParams {
     void *workspace;    // as many bytes as backward_workspace of the kernel says; nullptr for flash_bwd.cu
     bool deterministic;
 
-    bool walks_mask() const { return has_mask_alone(); }
+    bool walks_mask() const { return has_mask_alone(); }  // also a mask for each head
 };
 
 // flash_backward enqueues dq, dk, dv and dbias. A row that lengths or a window leave without keys adds nothing to dk

@@ -1,7 +1,7 @@
-// A mask of one's own, in units of 64 rows and 64 keys. All rows of a unit see all of its keys, or none, or the unit has
-// a bit for each score. The bits lie as a warpgroup holds accumulators [64, 64]: thread t has word t, and bit
-// 16 · i + 2 · n + e is for acc[n][2 · i + e]. So a kernel needs one word a thread, whatever the mask is. Other words have
-// a bit for each unit that is not hidden: kernels walk along these.
+// A block mask is cut into units of 64 rows and 64 keys. All rows of a unit see all of its keys, or none, or the unit
+// has a bit for each score. The bits lie as a warpgroup holds accumulators [64, 64]: thread t has word t, and bit
+// 16 · i + 2 · n + e is for acc[n][2 · i + e]. So a kernel needs one word a thread, whatever the mask is. Words of rows
+// and of keys have a bit for each unit that is not hidden: kernels walk along these.
 #pragma once
 
 #include "common/mask.cuh"
@@ -10,13 +10,14 @@ struct Unit {
     static constexpr int kSize = 64, kHidden = -2, kSeen = -1;
 };
 
-// Blocks of kUnits units in a row of units, or in kRows rows together: those that are not hidden.
+// Blocks of kRows rows and kUnits columns of units, in which some unit is not hidden. With words of keys, the rows are
+// columns of the mask.
 template <int kRows, int kUnits> struct SeenBlocks {
     static_assert(kUnits == 1 || kUnits == 2);
     const uint32_t *words;  // of the first row
-    int row_words, rows;    // words in a row; rows that there are
+    int row_words, rows;    // words in a row; rows from the first to the end of the mask
 
-    // Blocks in [begin, end) of 32 units: one bit for each, at its first unit.
+    // Word i: 32 units. Each block in [begin, end) that is not hidden has the bit of its first unit.
     __device__ uint32_t word(int i, int begin, int end) const {
         uint32_t x = 0;
 #pragma unroll
@@ -58,14 +59,14 @@ __device__ uint32_t word_of_unit(const BlockMask &mask, int unit, int thread) {
     return unit >= 0 ? mask.bits[int64_t(unit) * 256 + 128 * kTransposed + thread] : unit == Unit::kSeen ? ~0u : 0;
 }
 
-// The mask of a head.
+// The mask of a head. In keys_of(), rows_of() and unit(), rows and keys count units.
 struct HeadMask {
     const BlockMask &mask;
     const int64_t head;
 
     __device__ HeadMask(const BlockMask &mask, int b, int h)
         : mask(mask), head(min(b, mask.samples - 1) * int64_t(mask.heads) + min(h, mask.heads - 1)) {}
-    template <int kRows, int kUnits> __device__ SeenBlocks<kRows, kUnits> keys_of(int row) const {  // of units
+    template <int kRows, int kUnits> __device__ SeenBlocks<kRows, kUnits> keys_of(int row) const {
         const int words = (mask.keys + 31) / 32;
         return {mask.row_words + (head * mask.rows + row) * words, words, mask.rows - row};
     }
@@ -87,11 +88,11 @@ struct HeadMask {
         const uint32_t word = word_of_unit(mask, unit(row / Unit::kSize, key / Unit::kSize), thread);
         return word >> (row / 8 % 2 * 16 + key % 64 / 8 * 2 + key % 2) & 1;
     }
-    // Whether all units of this kind are in a tile of rows and keys.
-    template <int kRows, int kKeys> __device__ bool has_only(int kind, int row0, int key0) const {
+    // Whether no row of a tile sees any of its keys.
+    template <int kRows, int kKeys> __device__ bool hides(int row0, int key0) const {
         for (int row = row0 / Unit::kSize; row * Unit::kSize < row0 + kRows; row++)
             for (int key = key0 / Unit::kSize; key * Unit::kSize < key0 + kKeys; key++)
-                if (unit(row, key) != kind) return false;
+                if (unit(row, key) != Unit::kHidden) return false;
         return true;
     }
 };

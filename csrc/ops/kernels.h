@@ -52,7 +52,8 @@ inline Reason why_not_tma(const Bias &x, int seqlen_k) {
 }
 
 // How many of these kinds of options a call has. The fast path leaves calls with any to the checks in Python.
-constexpr const char *kNamesOfMods = "dropout; softcap, alibi_slopes and attn_bias; attention_chunk and max_logits; block_mask";
+constexpr const char *kNamesOfMods =
+    "dropout; softcap, alibi_slopes and attn_bias; attention_chunk and max_logits; block_mask";
 inline int num_mods(const AttnParams &p) {
     return bool(p.dropout_seed) + p.has_score_mods() + (p.attention_chunk || p.return_max_logits) +
            bool(p.block_mask.rows);
@@ -70,7 +71,7 @@ inline Reason why_not(Kernel kernel, const AttnParams &p, Gpu gpu, bool is_backw
     if (is_sm90 && !is_backward && num_mods(p) > 1)  // it has a kernel for each kind
         return std::string("its forward pass takes no two of: ") + kNamesOfMods;
     if (is_sm90 && is_backward && p.block_mask.rows && num_mods(p) > 1)
-        return "its backward pass has a block mask alone";
+        return "beside a block_mask, its backward pass takes no dropout, and no change of the scores";
     if (is_sm90 && is_backward && p.bias.data && !p.has_mask_alone()) return "its backward pass has no attn_bias";
     if (is_sm90 && is_backward && (p.softcap > 0 || p.alibi_slopes) && p.max_head_dim() > 128)
         return "its backward pass has no softcap or alibi_slopes for a head_dim over 128";

@@ -297,12 +297,13 @@ __global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSM)
                 backward.load_rows(stage ^ (kStages - 1), h + is_last, is_last ? blocks.begin : m_block + 1);
         };
         const bool is_full = blocks.is_full(m_block);
-        const bool is_hidden = kMods && p.block_mask.rows && !p.deterministic &&  // else all take turns
-                               HeadMask(p.block_mask, tile.b, h).template has_only<kBlockM, Shape::kBlockN>(
-                                   Unit::kHidden, m_block * kBlockM, tile.block * Shape::kBlockN);
+        const bool is_hidden = kMods && p.block_mask.rows && !p.deterministic &&  // turns count hidden blocks, too
+                               HeadMask(p.block_mask, tile.b, h).template hides<kBlockM, Shape::kBlockN>(
+                                   m_block * kBlockM, tile.block * Shape::kBlockN);
         if (kStages == 2) load_next();
 #pragma unroll 1
-        for (int row0 = backward.part * Shape::kSub; !is_hidden && row0 < kBlockM; row0 += Shape::kSub * Shape::kDimSplit)
+        for (int row0 = backward.part * Shape::kSub; !is_hidden && row0 < kBlockM;
+             row0 += Shape::kSub * Shape::kDimSplit)
             backward.add_own_rows(stage, h, m_block, is_full, row0);
         __syncthreads();  // dS and P are there
         if (!is_hidden) backward.add_other_rows(stage);

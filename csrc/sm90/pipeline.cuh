@@ -1,5 +1,5 @@
-// The folder sm90/ has the forward pass on Hopper; sm90/mods/ has it with dropout, changed scores, block
-// masks, chunks or max_logits, sm90/bwd/ the backward pass. Order: pipeline.cuh, tiles.cuh, producer.cuh, plain_scores.cuh,
+// The folder sm90/ has the forward pass on Hopper; sm90/mods/ has it with dropout, changed scores, block masks, chunks
+// or max_logits, sm90/bwd/ the backward pass. Order: pipeline.cuh, tiles.cuh, producer.cuh, plain_scores.cuh,
 // flash_sm90.cuh, flash_sm90.cu. Beside it: flash_dmma.cu.
 //
 // How warps hand over buffers in shared memory: rings between a producer and its consumers, and named barriers.

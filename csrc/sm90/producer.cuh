@@ -18,7 +18,7 @@ template <typename T, typename Shape, typename Softmax = Softmax<1>> struct Plai
 struct Plain {
     static constexpr bool kCached = false;  // keys come from a cache
     static constexpr bool kChunks = false;  // attention_chunk
-    static constexpr bool kWarpLoads = false;  // or one thread
+    static constexpr bool kWarpLoads = false;  // a warp loads Q, K and V, not one thread
     using Input = AttnParams;
     template <int kBlockN> using KeyBlocks = sm90::KeyBlocks<kBlockN>;
     template <typename Shape> using WorkItem = sm90::WorkItem<Shape>;
@@ -105,7 +105,7 @@ template <typename Shape> struct SharedMemory {
     __device__ void load_more(const Shape::Input &, uint32_t, const Shape::WorkItem &, const Keys &) {}
 };
 
-// What loads a tile walks along its blocks.
+// The producer's walk along the blocks of a tile.
 template <typename Shape> struct TileWalk {
     const Shape::WorkItem &work;
     __device__ TileWalk(const Shape::Input &, Shape::SharedMemory &, const Shape::WorkItem &work) : work(work) {}
@@ -223,12 +223,14 @@ __device__ void load_tiles(const Params<Shape> &p, typename Shape::SharedMemory 
             if constexpr (kKeys) {
                 shared.k.producer_acquire(kv_item);
                 walk.announce(stage);
-                if (Shape::kCached || lane_idx == 0) keys.load(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item));
+                if (Shape::kCached || lane_idx == 0)
+                    keys.load(shared.sK[stage], p.k_tma, shared.k.full_barrier(kv_item));
             }
             shared.load_more(p, kv_item, work, keys);
             if constexpr (kValues) {
                 shared.v.producer_acquire(kv_item);
-                if (Shape::kCached || lane_idx == 0) keys.load(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item));
+                if (Shape::kCached || lane_idx == 0)
+                    keys.load(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item));
             }
         }
     }

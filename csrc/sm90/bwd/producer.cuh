@@ -118,7 +118,7 @@ struct RowBlock {  // consumers have no registers to find it
     int dq_tile;   // among all tiles of rows
     bool is_full;
     float slope;
-    int unit[2][2];  // of a block mask: for the keys of a consumer, and rows
+    int unit[2][2];  // of a block mask, [keys / 64, rows / 64]
 };
 
 // Place of a row's lse and delta. The four of 16 rows that a lane needs are neighbours.
@@ -303,7 +303,7 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Bw
             lse_log2[j] = is_row ? p.lse_log2[head + row] : INFINITY;
             delta[j] = is_row ? static_cast<const float *>(p.delta)[head + row] : 0.f;
         }
-        int unit = Unit::kSeen;  // of lane 2 · keys + rows
+        int unit = Unit::kSeen;  // lane 2 · i + j finds unit[i][j]
         if constexpr (Shape::kMasked)
             if (constexpr int kRows = kBlockM / Unit::kSize; lane_idx < 4 && lane_idx % 2 < kRows)
                 unit = HeadMask(p.block_mask, work.tile.b, h)

@@ -1,5 +1,5 @@
-// The forward pass on Hopper with a block mask. The producer walks along the blocks that some row of the tile sees. With
-// each it tells the consumers which block comes next, and which units of the mask that has, so that a thread has its
+// The forward pass on Hopper with a block mask. The producer walks along the blocks of keys that some row of the tile
+// sees. With each block it tells the consumers which block comes next, and its units of the mask. So a thread has its
 // bits of a partial unit when the scores are there. A consumer skips the blocks that its own 64 rows do not see.
 #include "sm90/flash_sm90.cuh"
 #include "sm90/mods/mask_bits.cuh"
@@ -51,7 +51,7 @@ template <typename Shape> struct MaskedWorkItem : WorkItem<Shape> {
 
 template <typename Shape> struct MaskedMemory : SharedMemory<Shape> {
     MaskedBlock<Shape> after[Shape::kStages];  // after the block in that stage of K
-    MaskedBlock<Shape> of_units[32];           // of a word, where each unit lies
+    MaskedBlock<Shape> of_units[32];           // that a word of 32 units lies in, for MaskedTileWalk
 };
 
 // By a warp. It takes words of 32 units, and each lane looks at the block of one of them.
@@ -177,25 +177,27 @@ __global__ void __launch_bounds__(128)
     uint32_t word = 0, transposed = 0, exists = 0;
     auto seen = [&](int row, int key) { return uint32_t(shared.seen[row][key]); };
     for (int bit = 0; bit < 32; bit++) {
-        const int i = thread / 32 * 16 + bit / 16 * 8 + thread % 32 / 4, j = bit % 16 / 2 * 8 + thread % 4 * 2 + bit % 2;
+        const int i = thread / 32 * 16 + bit / 16 * 8 + thread % 32 / 4;
+        const int j = bit % 16 / 2 * 8 + thread % 4 * 2 + bit % 2;
         word |= seen(i, j) << bit, transposed |= seen(j, i) << bit;
         exists |= uint32_t(row0 + i < seqlen_q && key0 + j < seqlen_k) << bit;
     }
     const bool is_seen = __any_sync(~0u, word != 0), is_hidden = __any_sync(~0u, word != exists);
     if (thread % 32 == 0) shared.is_seen[thread / 32] = is_seen, shared.is_hidden[thread / 32] = is_hidden;
-    __syncthreads();  // unobserved by the emulator: its unset flags are true, and keep bits that a unit may have
+    __syncthreads();  // unobserved by the emulator: there a flag is true until it is set, and more units have bits
     bool some_seen = false, some_hidden = false;
     for (int i = 0; i < 4; i++) some_seen |= shared.is_seen[i], some_hidden |= shared.is_hidden[i];
+    auto writable = [&](const uint32_t *of) { return words + (of - words); };
     const int kind = !some_seen ? Unit::kHidden : !some_hidden ? Unit::kSeen : unit;
     if (kind >= 0) {
-        uint32_t *bits = words + (mask.bits - words) + int64_t(unit) * 256;
+        uint32_t *bits = writable(mask.bits) + int64_t(unit) * 256;
         bits[thread] = word, bits[128 + thread] = transposed;
     }
     if (thread > 0) return;
     words[unit] = kind;
     if (!some_seen) return;
     auto set_bit = [&](const uint32_t *of, int64_t row, int size, int i) {  // once: a sum is as good as an `or`
-        atomicAdd(reinterpret_cast<int *>(words + (of - words)) + row * ((size + 31) / 32) + i / 32, 1 << i % 32);
+        atomicAdd(reinterpret_cast<int *>(writable(of)) + row * ((size + 31) / 32) + i / 32, 1 << i % 32);
     };
     set_bit(mask.row_words, int64_t(head) * mask.rows + m, mask.keys, n);
     set_bit(mask.key_words, int64_t(head) * mask.keys + n, mask.rows, m);

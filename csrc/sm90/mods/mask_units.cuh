@@ -1,4 +1,4 @@
-// A mask of bool as a block mask: what it hides is left out, in both directions. Every unit has a place for its bits.
+// A mask of bool becomes a block mask, so kernels leave out units that it hides. Every unit has a place for its bits.
 #pragma once
 
 #include "common/block_mask.cuh"

@@ -256,9 +256,9 @@ const std::vector<Case> cases = {
     with_block_mask({"sm80_units",   f16, 2, 4, 1, 300, 450,  64, false, kHeads,  {}, kSm80}, "RK"),
     in_any_order(with_block_mask(with_max({"sm80_units_max", b16, 1, 2, 1, 200, 450, 128, true, kRows, {}, kSm80}), "HRK")),
     in_any_order(with_block_mask({"sm80_units_256", f16, 1, 1, 1, 200, 300, 200, false, kHeads, {}, kSm80, 0.25}, "RK")),
-    with_block_mask(with_sinks({"sm90_units_96", b16, 1, 1, 1, 200, 300, 88, false, kSlices, {}, kSm90}), "BHRK"),
+    with_block_mask(with_sinks({"sm90_units_96", b16, 1, 1, 1, 70, 2300, 88, false, kSlices, {}, kSm90}), "BHRK"),
     window(with_block_mask({"sm90_units_192", f16, 1, 1, 1, 130, 400, 192, false, kHeads, {}, kSm90}, "RK"), 250, -1),
-    with_block_mask({"sm90_units_256", b16, 2, 1, 1, 130, 300, 256, false, kHeads, {}, kSm90, 0, -1}, "BRK"),
+    with_block_mask({"sm90_units_256", b16, 2, 1, 1, 2200, 130, 256, false, kHeads, {}, kSm90, 0, -1}, "BRK"),
     with_block_mask({"sm90_units_scale_30", f16, 1, 2, 1, 200, 700, 128, false, kHeads, {}, kSm90, 0, 30}, "HRK"),
     // Packed batches: samples of no rows, of no keys, of one row, and longer than a tile.
     packed({"simt_packed",        f32, 1, 2, 1, 0, 0,  40, false, kRows}, {0, 70, 70, 71, 100, 109},
