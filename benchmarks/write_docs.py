@@ -220,8 +220,6 @@ TABLES = {
     **{name: lambda name=name: speeds(of(name), "D=head_dim|S|mask", "sm90|from_torch|native|triton|Flex"
                                       "|sm90 / native|sm90 / Flex|triton / Flex")
        for name in ("block_masks", "block_masks_backward")},
-    "block_masks_build": lambda: speeds(of("block_masks_build"), "S=seqlen", "ours|ours:compiled|torch:compiled"
-                                        "|ours:compiled / torch:compiled", "ms", ".1f"),
     "window": lambda: speeds(of("window,op=window"), "window=window_size|S|causal",
                              "sm90|sm80|triton|Flex|sm90 / Flex|triton / Flex", "ms", ".3f"),
     "backward": lambda: speeds(of("backward,tokens=16384"), SIZE, "sm90|sm80|triton|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"
