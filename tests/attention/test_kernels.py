@@ -313,7 +313,7 @@ CU_SEQLENS = torch.tensor([0, 15, 40], dtype=torch.int32)
 
 
 def test_which_kernel_on_the_cpu():
-    """test_lengths.py has more of the errors."""
+    """test_errors.py has more of the errors."""
     q, k, v = qkv()
     assert which_kernel(q, k, v, True, seq_lens=[3, 40]) == which_kernel(q[:, 0], k[:, 0], v[:, 0]) == "host"
     assert which_kernel(q, k, v[..., :8], window_size=(7, 2), seqused_q=LENGTHS, seqused_k=LENGTHS,
