@@ -122,10 +122,12 @@ def test_dropout_in_flash_attn_func_and_reference():
     assert out.equal(want.transpose(1, 2)) and lse.equal(want_lse) and probs is None
 
 
-@each_backend
-def test_seed_is_drawn_by_torch_manual_seed(backend):
+@pytest.mark.parametrize("backend, compile", [
+    *((backend, False) for backend in available_backends()), ("auto", True)])
+def test_seed_is_drawn_by_torch_manual_seed(backend, compile):
     inputs = qkv(dtype=torch.float32)
     draw = lambda: flash_attention(*inputs, dropout_p=0.5, backend=backend)  # noqa: E731
+    draw = torch.compile(draw, fullgraph=True, backend="aot_eager") if compile else draw
     torch.manual_seed(7)
     first, second = draw(), draw()
     assert not first.equal(second)
@@ -133,16 +135,6 @@ def test_seed_is_drawn_by_torch_manual_seed(backend):
     assert draw().equal(first) and draw().equal(second)
     torch.manual_seed(7)
     torch.testing.assert_close(reference_attention(*inputs, dropout_p=0.5), first)
-
-
-def test_compiled_call_draws_a_seed_each_time():
-    inputs = qkv(dtype=torch.float32)
-    draw = torch.compile(lambda: flash_attention(*inputs, dropout_p=0.5), fullgraph=True, backend="aot_eager")
-    torch.manual_seed(7)
-    first, second = draw(), draw()
-    assert not first.equal(second)
-    torch.manual_seed(7)
-    assert draw().equal(first)
 
 
 @each_backend
