@@ -1,4 +1,4 @@
-"""Bad input of attention: one error for each, which names the argument, in every function that takes it.
+"""Bad input of attention and packing: one error for each, which names the argument, in every function that takes it.
 
 test_cache_errors.py has those of calls with caches.
 """
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from conftest import HAS_GPU
-from minimal_attn import (flash_attention, flash_attn_func, reference_attention, scaled_dot_product_attention,
-                          which_kernel)
+from minimal_attn import (FlashMHA, flash_attention, flash_attn_func, flash_attn_kvpacked_func, flash_attn_varlen_func,
+                          flash_attn_varlen_qkvpacked_func, pad_input, reference_attention,
+                          scaled_dot_product_attention, which_kernel)
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
@@ -33,6 +34,12 @@ GIVEN = {
     "grouped": {name: randn(*shape, device=DEVICE) for name, shape in zip("qkv", (
         (2, 4, 7, 8), (2, 2, 9, 8), (2, 2, 9, 5)))},
     "sdpa": dict(query=randn(2, 4, 5, 8), key=randn(2, 4, 7, 8), value=randn(2, 4, 7, 8)),
+    "varlen": dict(q=randn(42, 4, 40), k=randn(45, 2, 40), v=randn(45, 2, 40), cu_seqlens_q=ints(0, 5, 22, 42),
+                   cu_seqlens_k=ints(0, 9, 12, 45)),
+    "kv": dict(q=randn(1, 7, 4, 16), kv=randn(1, 7, 2, 4, 16)),
+    "qkv": dict(qkv=randn(7, 3, 4, 16), cu_seqlens=ints(0, 7)),
+    "module": dict(embed_dim=64, num_heads=4),
+    "rows": dict(hidden_states=randn(4, 5), indices=torch.arange(4), batch=2, seqlen=3),
 }
 GIVEN["float64"] = {name: x.cpu().double() for name, x in GIVEN["grouped"].items()}
 Q, K = GIVEN["alike"]["q"], GIVEN["alike"]["k"]
@@ -178,6 +185,40 @@ OF_SDPA = [
     (ValueError, "q and k must have the same head_dim", dict.fromkeys(("key", "value"), randn(2, 4, 7, 9))),
     (ValueError, "unknown backend 'flash'", dict(backend="flash")),
 ]
+OF_VARLEN = [
+    (ValueError, "^out must", dict(out=randn(45, 2, 40))),
+    (ValueError, "^out must", dict(out=randn(42, 4, 40).half())),
+    (TypeError, "^out must", dict(out=3)),
+    (ValueError, "^out cannot be given where gradients",
+     dict(q=randn(42, 4, 40).requires_grad_(), out=randn(42, 4, 40))),
+    (ValueError, "cu_seqlens_q must be given", dict(cu_seqlens_q=None)),
+    (ValueError, "must both be given", dict(cu_seqlens_k=None)),
+    (ValueError, r"^flash_attn_varlen_func: q must be \(T, H, D\)", dict(q=randn(1, 42, 4, 40))),
+    (ValueError, "needs a page table", dict(cu_seqlens_k=None, seqused_k=ints(1, 2, 3))),
+    (TypeError, "^max_seqlen_q must be", dict(max_seqlen_q=2.0)),
+]
+OF_PARTS = [(ValueError, "kv must be", {name: randn(1, 7, 4, 16)}) for name in ("kv", "qkv")]
+OF_MODULE = [
+    (ValueError, "embed_dim must be a multiple of num_heads, got 64 and 5", dict(num_heads=5)),
+    (ValueError, "num_heads must be a multiple of num_heads_k, got 4 and 3", dict(num_heads_k=3)),
+    (ValueError, "Unsupported head_dim 272 .*: 1 to 256", dict(embed_dim=4 * 272)),
+    *((ValueError, f"{name} must be at least 1, got {n}", {name: n}) for name, n in (
+        ("embed_dim", 0), ("num_heads", -4), ("num_heads_k", 0))),
+    *((ValueError, r"dropout must be in 0\.\.1", dict(dropout=x)) for x in (-0.1, math.nan)),
+    (ValueError, "unknown backend", dict(backend=["cuda"])),
+    (TypeError, "causal must be a bool, got None", dict(causal=None)),
+    (ValueError, "window_size must be", dict(window_size=(3, -2))),
+    *((TypeError, "window_size must be", dict(window_size=x)) for x in ((1,), 3)),
+]
+OF_ROWS = [
+    (TypeError, "hidden_states must be", dict(hidden_states=3)),
+    (TypeError, "batch must be", dict(batch=True)),
+    (TypeError, "seqlen must be", dict(seqlen=4.0)),
+    (ValueError, "batch must be at least 0", dict(batch=-1, seqlen=-4)),
+    (TypeError, "indices must be int64", dict(indices=ints(0, 1, 2, 3))),
+    (ValueError, "indices must be", dict(indices=torch.arange(3))),
+    (ValueError, "4 rows", dict(batch=1)),
+]
 OURS = flash_attention, reference_attention, which_kernel
 
 
@@ -190,6 +231,9 @@ def by_flash_attn(q, k, v, causal=False, sm_scale=None, dropout_p=0, dropout_see
 CASES = [(function, given, *row) for functions, given, rows in [
     (OURS, "alike", OF_TENSORS), (OURS, "one_sample", OF_LENGTHS), (OURS, "grouped", OF_SCORES),
     (OURS[:2], "float64", OF_FLOAT64), ((scaled_dot_product_attention,), "sdpa", OF_SDPA),
+    ((flash_attn_varlen_func,), "varlen", OF_VARLEN), ((flash_attn_kvpacked_func,), "kv", OF_PARTS[:1]),
+    ((flash_attn_varlen_qkvpacked_func,), "qkv", OF_PARTS[1:]), ((FlashMHA,), "module", OF_MODULE),
+    ((pad_input,), "rows", OF_ROWS),
     ((by_flash_attn,), "alike", [row for row in OF_TENSORS if not {*"qkv", "seq_lens"} & {*row[2]}]),
     ((by_flash_attn,), "grouped", [row for row in OF_SCORES if "attn_bias" not in row[2]])]
     for row in rows for function in functions
