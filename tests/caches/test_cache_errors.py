@@ -308,6 +308,9 @@ COMBINE = [
     (NotImplementedError, dict(out_partial=PARTIAL.clone().requires_grad_()),
      "flash_attn_combine has no backward pass yet"),
 ]
+for _rows, _function in ((VARLEN, "flash_attn_varlen_func"), (WITH_KVCACHE, "flash_attn_with_kvcache")):
+    _rows += [(NotImplementedError, {name: torch.ones(3, 2)}, f"^{_function}: {name} is not supported yet")
+              for name in ("qv", "q_descale", "k_descale", "v_descale")]
 OF_TREE = [
     (TypeError, dict(tree_mask=[1]), "tree_mask must be a torch.Tensor, got list"),
     (TypeError, dict(tree_mask=TREE.int()), "tree_mask must be bool or int64 .* got a torch.int32"),
@@ -387,12 +390,14 @@ def test_gradients_are_refused(name, backend):
 
 
 @cpu
-def test_errors_while_tracing():
+@pytest.mark.parametrize("call, given, name", [
+    (append_to_kvcache, APPEND, "page_table"), (flash_attn_varlen_func, GIVEN["tables"], "block_table"),
+    (flash_attn_with_kvcache, GIVEN["by_flash_attn"] | dict(block_table=TWO_PAGES), "block_table")], ids=name_of)
+def test_errors_while_tracing(call, given, name):
     """Dynamo fails in its own words, but with ours among them."""
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="ValueError.*page_table must be int32 .*2, max_pages"):
-        torch.compile(append_to_kvcache, fullgraph=True, backend="eager")(
-            **{**APPEND, "page_table": APPEND["page_table"][:1]})
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"ValueError.*{name} must be int32 .*max_pages"):
+        torch.compile(call, fullgraph=True, backend="eager")(**given | {name: given[name][:1]})
 
 
 # The compiled ops check what the facade has checked: they write or read out of bounds otherwise.

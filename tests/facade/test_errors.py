@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from conftest import HAS_GPU
-from minimal_attn import (FlashMHA, flash_attention, flash_attn_func, flash_attn_kvpacked_func, flash_attn_varlen_func,
-                          flash_attn_varlen_qkvpacked_func, pad_input, reference_attention,
+from minimal_attn import (FlashMHA, blockwise_attention, flash_attention, flash_attn_func, flash_attn_kvpacked_func,
+                          flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func, pad_input, reference_attention,
                           scaled_dot_product_attention, which_kernel)
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -38,6 +38,7 @@ GIVEN = {
                    cu_seqlens_k=ints(0, 9, 12, 45)),
     "kv": dict(q=randn(1, 7, 4, 16), kv=randn(1, 7, 2, 4, 16)),
     "qkv": dict(qkv=randn(7, 3, 4, 16), cu_seqlens=ints(0, 7)),
+    "flat": {name: randn(2, 8, 16) for name in "qkv"},
     "module": dict(embed_dim=64, num_heads=4),
     "rows": dict(hidden_states=randn(4, 5), indices=torch.arange(4), batch=2, seqlen=3),
 }
@@ -219,6 +220,13 @@ OF_ROWS = [
     (ValueError, "indices must be", dict(indices=torch.arange(3))),
     (ValueError, "4 rows", dict(batch=1)),
 ]
+OF_BLOCKS = [
+    (ValueError, "block_size must be at least 1", dict(block_size=0)),
+    (ValueError, "dropout_p must be in", dict(dropout_p=1.5)),
+    (ValueError, r"shape \(B, N, D\)", dict.fromkeys("qkv", Q)),
+]
+OF_BACKENDS = [(ValueError, "unknown backend .*: one of 'auto', 'cuda', 'triton'", dict(backend=x))
+               for x in ("cudnn", ["cuda"], None)]
 OURS = flash_attention, reference_attention, which_kernel
 
 
@@ -233,7 +241,7 @@ CASES = [(function, given, *row) for functions, given, rows in [
     (OURS[:2], "float64", OF_FLOAT64), ((scaled_dot_product_attention,), "sdpa", OF_SDPA),
     ((flash_attn_varlen_func,), "varlen", OF_VARLEN), ((flash_attn_kvpacked_func,), "kv", OF_PARTS[:1]),
     ((flash_attn_varlen_qkvpacked_func,), "qkv", OF_PARTS[1:]), ((FlashMHA,), "module", OF_MODULE),
-    ((pad_input,), "rows", OF_ROWS),
+    ((pad_input,), "rows", OF_ROWS), ((blockwise_attention,), "flat", OF_BLOCKS), (OURS[:1], "alike", OF_BACKENDS),
     ((by_flash_attn,), "alike", [row for row in OF_TENSORS if not {*"qkv", "seq_lens"} & {*row[2]}]),
     ((by_flash_attn,), "grouped", [row for row in OF_SCORES if "attn_bias" not in row[2]])]
     for row in rows for function in functions
