@@ -39,7 +39,8 @@ BLOCK_MASK = "attention/test_block_mask.py"
 PACKED, TWIN_LENGTHS = "attention/test_packed.py", f"{LENGTHS} -k 'triton and against_a_loop'"
 APPEND, TREES, CACHE_ERRORS, CACHE_NAMES = (f"caches/test_{name}.py" for name in (
     "append", "tree_mask", "cache_errors", "cache_names"))
-ACTIVATE, FACADE, RANKS = "facade/test_activate.py", "facade/test_facade.py", "distributed/test_distributed.py"
+ACTIVATE, FACADE, ERRORS = (f"facade/test_{name}.py" for name in ("activate", "facade", "errors"))
+RANKS = "distributed/test_distributed.py"
 SHARDS = "distributed/test_shards.py"
 OF_TRANSFORMERS = "integrations/test_integrations_transformers.py"
 
@@ -214,13 +215,13 @@ MUTANTS = [
      "stride * x.itemsize % 16 == 0:", "attention/test_matmul.py -k 'descriptors or layouts'"),
     ("minimal_attn/checks.py", "scale_of_nan", "if not holds(x >= row.low) or row.high is not None and not holds(x <= row.high):",
      "if holds(x < row.low) or row.high is not None and holds(x > row.high):",
-     FACADE + " -k 'scale or bad'"),
+     f"{FACADE} {ERRORS} -k scale"),
     ("minimal_attn/checks.py", "sinks_of_any_length", '"sinks": Rule((), (("H",),)),', '"sinks": Rule((), (("any",),)),',
-     "attention/test_sinks.py -k bad"),
+     ERRORS + " -k sinks"),
     ("minimal_attn/checks.py", "window_dropped_early", "is_known(left >= k.shape[-2] - 1)",
      "is_known(left >= k.shape[-2] - 2)", f"{LENGTHS} -k 'windows or (against_a_loop and reference)'"),
     ("minimal_attn/checks.py", "cu_seqlens_need_not_begin_at_0", "if bounds[0] != 0 or not 0", "if not 0",
-     f"{LENGTHS} -k bad_input"),
+     f"{ERRORS} -k cu_seqlens"),
     ("minimal_attn/checks.py", "seq_lens_are_not_clamped", "seq_lens.clamp(0, seqlen).to(", "seq_lens.to(",
      "attention/test_ops.py -k clamped"),
     ("minimal_attn/reference/scores.py", "alibi_replaces_bias", "alibi if bias is None else bias + alibi", "alibi",
@@ -228,7 +229,7 @@ MUTANTS = [
     ("minimal_attn/checks.py", "strided_slopes", "return x.contiguous()", "return x",
      "attention/test_scores.py facade/test_scores_facade.py -k 'slopes or alibi'"),
     ("minimal_attn/checks.py", "bias_of_other_heads", "not broadcasts(attn_bias.shape, shape):",
-     "any(size % n for n, size in zip(attn_bias.shape[::-1], shape[::-1])):", "facade/test_scores_facade.py -k bad"),
+     "any(size % n for n, size in zip(attn_bias.shape[::-1], shape[::-1])):", ERRORS + " -k attn_bias"),
     ("minimal_attn/reference/packed.py", "lse_of_padding_is_that_of_a_row", '.t()[None].masked_fill(is_padding, float("-inf"))',
      ".t()[None]", f"{LENGTHS} -k 'against_a_loop and (torch or reference)'"),
     ("csrc/common/mask.cuh", "chunk_of_the_next_row", "const int begin = position / chunk * chunk;",
@@ -254,7 +255,7 @@ MUTANTS = [
     ("minimal_attn/checks.py", "right_bound_of_causal", "right = 0 if causal else right", "right = right",
      KV + " -k 'against_a_loop and not triton'"),
     ("minimal_attn/reference/tree_mask.py", "tree_of_65_tokens", "holds(seqlen <= MAX_TOKENS):",
-     "holds(seqlen <= MAX_TOKENS + 1):", TREES + " -k bad"),
+     "holds(seqlen <= MAX_TOKENS + 1):", CACHE_ERRORS + " -k tree_mask"),
     ("minimal_attn/sdpa/function.py", "is_causal_bottom_right", "window = -1, q.shape[2] - k.shape[2]", "window = -1, 0",
      "facade/test_torch_sdpa.py"),
     ("minimal_attn/backends/torch.py", "lse_by_mask_of_first_rows", "with_mask(scores, mask[..., rows, :])",
@@ -281,7 +282,7 @@ MUTANTS = [
      "facade/test_mha.py -k from_torch"),
     ("minimal_attn/flash_attn/functions.py", "out_of_any_dtype",
      "(out.dtype, out.device) != (dtype, device) or", "out.device != device or",
-     f"{CACHE_ERRORS} {PACKED} -k 'bad_input or errors or names'"),
+     f"{CACHE_ERRORS} {ERRORS} -k bad_input"),
     ("minimal_attn/flash_attn/kvcache.py", "combine_reads_empty_parts", ".masked_fill(is_empty[..., None], 0)", "",
      CACHE_NAMES + " -k combine"),
     ("minimal_attn/distributed/calls.py", "window_between_ranks_one_short", "min(row_end, key_end + left)",

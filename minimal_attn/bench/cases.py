@@ -363,13 +363,15 @@ class Matmul(Case):
     def __init__(self, op, setting, device):
         self.op, self.device, self.options = op, device, {}
         self.shape, self.dtype, self.causal = setting
-        m, n, k = self.shape
+        self.truth = self.tolerance = None
         torch.manual_seed(0)
-        a, b = self.args = normal((m, k), device, self.dtype), normal((k, n), device, self.dtype)
+        self.make(*self.shape, self.has_truth(op, self.shape, device))
+
+    def make(self, m, n, k, has_truth):
+        a, b = self.args = normal((m, k), self.device, self.dtype), normal((k, n), self.device, self.dtype)
         self.flops, self.out_bytes = 2 * m * n * k, m * n * a.element_size()
         self.bytes = a.nbytes + b.nbytes + self.out_bytes
-        self.truth = self.tolerance = None
-        if self.has_truth(op, self.shape, device):
+        if has_truth:
             self.truth = (a.double() @ b.double(),)
             self.tolerance = (allowed_error(a @ b, *self.truth),)
 
@@ -390,17 +392,13 @@ class Build(Matmul):
 
     sizes = MaskShape
 
-    def __init__(self, op, setting, device):
-        self.op, self.device, self.options = op, device, {}
-        self.shape, self.dtype, self.causal = setting
-        (size,) = self.shape
-        self.args = MASKS["documents"](size, device), size, device
+    def make(self, size, has_truth):
+        self.args = MASKS["documents"](size, self.device), size, self.device
         mask = build(*self.args)
         self.flops, self.bytes = 0, sum(x.nbytes for x in (mask.units, mask.row_words, mask.key_words, mask.bits))
         self.out_bytes = self.bytes
-        self.truth = self.tolerance = None
-        if self.has_truth(op, self.shape, device):
-            rows = torch.arange(size, device=device)
+        if has_truth:
+            rows = torch.arange(size, device=self.device)
             self.truth, self.tolerance = (self.args[0](0, 0, rows[:, None], rows).double(),), (0,)
 
     @staticmethod

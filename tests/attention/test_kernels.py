@@ -313,17 +313,11 @@ CU_SEQLENS = torch.tensor([0, 15, 40], dtype=torch.int32)
 
 
 def test_which_kernel_on_the_cpu():
-    """test_lengths.py has more of the errors."""
     q, k, v = qkv()
     assert which_kernel(q, k, v, True, seq_lens=[3, 40]) == which_kernel(q[:, 0], k[:, 0], v[:, 0]) == "host"
     assert which_kernel(q, k, v[..., :8], window_size=(7, 2), seqused_q=LENGTHS, seqused_k=LENGTHS,
                         sinks=torch.zeros(4)) == "host"
     assert which_kernel(q[:1], k[:1], v[:1], cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS) == "host"
-    for name, bad in (("seq_lens", [0, 40]), ("dropout_p", 1.5), ("sinks", torch.zeros(3))):
-        with pytest.raises(ValueError, match=name):
-            which_kernel(q, k, v, **{name: bad})
-    with pytest.raises(TypeError, match="dtypes must match"):
-        which_kernel(q, k.float(), v)
 
 
 def test_which_kernel_tells_csrc_what_decides(monkeypatch):

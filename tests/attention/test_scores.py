@@ -1,5 +1,5 @@
 """Softcap, ALiBi, biases and masks: against test_lengths.py's loop over samples in fp64, with everything they can be
-combined with; conventions. test_scores_facade.py has the functions that take scores, and their errors.
+combined with; conventions. test_scores_facade.py has the functions that take scores.
 """
 
 import functools
@@ -84,16 +84,6 @@ def test_3d_inputs(backend):
             flash_attention(*flat, **bad, backend=backend)
     with pytest.raises(ValueError, match="q, k and v must be packed"):
         flash_attention(*flat, cu_seqlens_q=lengths, cu_seqlens_k=lengths, backend=backend)
-
-
-PACKED = (5, 0, 7), (9, 3, 4)  # rows and keys of each sample
-
-
-def packed():
-    bounds = [ints(0, *torch.tensor(lengths).cumsum(0).tolist()) for lengths in PACKED]
-    q, k, v = (randn(1, n, sum(lengths), d, seed=seed).requires_grad_() for seed, (n, lengths, d) in
-               enumerate([(H, PACKED[0], D), (HK, PACKED[1], D), (HK, PACKED[1], HEAD_DIM_V)]))
-    return q, k, v, *bounds
 
 
 # Every kernel, beside dense scores in fp64.

@@ -1,4 +1,4 @@
-"""Attention sinks and V of another head_dim: conventions, spellings, an error for every bad input.
+"""Attention sinks and V of another head_dim: conventions and spellings.
 
 test_lengths.py compares their results and gradients with a loop in fp64, together with lengths, windows and dropout.
 """
@@ -202,41 +202,8 @@ def test_two_names_at_once(function):
         function(*arguments, s_aux=sinks, learnable_sink=sinks)
 
 
-BAD = [
-    (TypeError, "sinks must be a torch.Tensor", lambda x: x.tolist()),
-    (TypeError, "sinks must be a torch.Tensor", lambda x: 1.0),
-    (TypeError, "sinks must be a dense tensor", lambda x: x.to_sparse()),
-    (TypeError, "sinks must be .* got a torch.int64", lambda x: x.long()),
-    (TypeError, "sinks must be .* got a torch.float64", lambda x: x.double()),
-    (ValueError, r"sinks must be .* of shape .*\(4,\)", lambda x: x[:2]),
-    (ValueError, r"sinks must be .* of shape .*\(4,\)", lambda x: x[None]),
-    (ValueError, r"sinks must be .* of shape .*\(4,\)", lambda x: x[0]),
-    (ValueError, "sinks must be .* on meta", lambda x: x.to("meta")),
-]
-
-
-@pytest.mark.parametrize("error, match, change", BAD, ids=lambda x: x if isinstance(x, str) else "")
-def test_bad_sinks(error, match, change):
-    q, k, v, sinks = inputs()
-    for call in (flash_attention, reference_attention):
-        with pytest.raises(error, match=match):
-            call(q, k, v, sinks=change(sinks))
-    with pytest.raises(error, match=match):
-        flash_attn_func(*map(rows_first, (q, k, v)), learnable_sink=change(sinks))
-
-
 def test_sinks_of_float64_and_of_3d_inputs():
     q, k, v, sinks = (x.cpu() for x in inputs(dtype=torch.float64))
-    with pytest.raises(TypeError, match="sinks must be .* got a torch.float32"):
-        flash_attention(q, k, v, sinks=sinks.float())
     assert flash_attention(q, k, v, sinks=sinks).dtype == torch.float64
     with pytest.raises(ValueError, match=r"sinks must be .* of shape .*\(1,\)"):
         flash_attention(q[:, 0], k[:, 0], v[:, 0], sinks=sinks)
-
-
-@pytest.mark.parametrize("head_dim_v", [0, 257])
-def test_head_dims_of_v_that_are_not_supported(head_dim_v):
-    q, k, v, _ = inputs(head_dim_v=head_dim_v)
-    for call in (flash_attention, reference_attention):
-        with pytest.raises(ValueError, match=f"Unsupported head_dim {head_dim_v}: 1 to 256 is supported"):
-            call(q, k, v)

@@ -44,6 +44,7 @@ def check_error(call, error, match, given, change={}):
 
 TABLE = torch.randn(12, 8)
 PARTIAL, PARTIAL_LSE = torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 5, 4)
+TREE = torch.ones(5, 5).tril().bool()
 PAGES = dict(q=randn(2, 4, 3, 16), k_cache=randn(5, 2, 4, 16), v_cache=randn(5, 2, 4, 16), seqused_k=one(9, 5),
              page_table=one(0, 1, 2, 3, 4, 0).view(2, 3))
 APPEND = dict(k=randn(2, 2, 3, 32), v=randn(2, 2, 3, 32), k_cache=randn(5, 2, 4, 32), v_cache=randn(5, 2, 4, 32),
@@ -62,6 +63,9 @@ GIVEN = {
     "slots": dict(key=randn(5, 2, 16), value=randn(5, 2, 8), key_cache=randn(3, 4, 2, 16),
                   value_cache=randn(3, 4, 2, 8), slot_mapping=torch.tensor([0, 3, -1, 11, 5])),
     "partial": dict(out_partial=PARTIAL, lse_partial=PARTIAL_LSE),
+    "tree": dict(q=randn(2, 4, 5, 16), k_cache=randn(2, 2, 20, 16), v_cache=randn(2, 2, 20, 16), seqused_k=one(20, 9),
+                 tree_mask=TREE),
+    "tree_alone": dict(tree_mask=TREE),
     "metadata": dict(batch_size=1, max_seqlen_q=1, max_seqlen_k=9, num_heads_q=4, num_heads_kv=2, headdim=16,
                      cache_seqlens=one(9)),
 }
@@ -304,9 +308,39 @@ COMBINE = [
     (NotImplementedError, dict(out_partial=PARTIAL.clone().requires_grad_()),
      "flash_attn_combine has no backward pass yet"),
 ]
+for _rows, _function in ((VARLEN, "flash_attn_varlen_func"), (WITH_KVCACHE, "flash_attn_with_kvcache")):
+    _rows += [(NotImplementedError, {name: torch.ones(3, 2)}, f"^{_function}: {name} is not supported yet")
+              for name in ("qv", "q_descale", "k_descale", "v_descale")]
+OF_TREE = [
+    (TypeError, dict(tree_mask=[1]), "tree_mask must be a torch.Tensor, got list"),
+    (TypeError, dict(tree_mask=TREE.int()), "tree_mask must be bool or int64 .* got a torch.int32"),
+    (ValueError, dict(tree_mask=TREE.to("meta")), "tree_mask must be .* on meta"),
+    (ValueError, dict(tree_mask=TREE.expand(3, 5, 5))),
+    (ValueError, dict(tree_mask=torch.ones(5, 20).bool())),
+    (ValueError, dict(tree_mask=TREE.long()), r"tree_mask must be .* got a torch.int64 tensor of shape \(5, 5\)"),
+    (ValueError, dict(q=randn(2, 4, 65, 16), tree_mask=torch.ones(65, 65).bool()),
+     "tree_mask serves up to 64 rows, got 65"),
+    (ValueError, dict(causal=True), "causal=True cannot be given together with tree_mask, which takes its place"),
+    (NotImplementedError, dict(window_size=(4, 0)), "window_size is not supported together with tree_mask"),
+    (NotImplementedError, dict(alibi_slopes=torch.ones(4)), "alibi_slopes is not supported together with tree_mask"),
+    (NotImplementedError, dict(q=randn(1, 4, 10, 16), cu_seqlens_q=one(0, 5, 10)),
+     "cu_seqlens_q is not supported together with tree_mask"),
+    (NotImplementedError, dict(k=randn(2, 2, 5, 16), v=randn(2, 2, 5, 16), seqused_k=one(15, 9),
+                               rotary_cos=torch.ones(20, 8), rotary_sin=torch.ones(20, 8)),
+     "rotary_cos is not supported together with tree_mask: rotate q and k by the depths"),
+]
+OF_TREE_ALONE = [
+    (TypeError, dict(tree_mask=[True]), "tree_mask must be a torch.Tensor, got list"),
+    (TypeError, dict(tree_mask=torch.ones(2, 2)), "tree_mask must be bool .* got a torch.float32"),
+    (ValueError, dict(tree_mask=TREE[0]), r"tree_mask must be .*\(Sq, Sq\).* got .*\(5,\)"),
+    (ValueError, dict(tree_mask=TREE[1:]), r"tree_mask must be .*\(Sq, Sq\).* got .*\(4, 5\)"),
+    (ValueError, dict(tree_mask=torch.ones(65, 65).bool()), "tree_mask serves up to 64 rows, got 65"),
+]
 CASES = [(call, given, *row) for call, given, rows in [
     (attention_with_kvcache, "pages", OF_PAGES), (attention_with_kvcache, "dense", OF_DENSE),
-    (attention_with_kvcache, "packed", OF_PACKED), (attention_with_kvcache, "new_of_pages_in_attention", WITH_NEW),
+    (attention_with_kvcache, "packed", OF_PACKED), (attention_with_kvcache, "tree", OF_TREE),
+    (minimal_attn.pack_tree_mask, "tree_alone", OF_TREE_ALONE),
+    (attention_with_kvcache, "new_of_pages_in_attention", WITH_NEW),
     (append_to_kvcache, "new_of_pages", NEW_OF_PAGES), (append_to_kvcache, "new_of_dense", NEW_OF_DENSE),
     (append_to_kvcache, "new_of_packed", NEW_OF_PACKED), (flash_attn_varlen_func, "tables", VARLEN),
     (flash_attn_with_kvcache, "by_flash_attn", WITH_KVCACHE), (reshape_and_cache, "slots", SLOTS),
@@ -356,12 +390,14 @@ def test_gradients_are_refused(name, backend):
 
 
 @cpu
-def test_errors_while_tracing():
+@pytest.mark.parametrize("call, given, name", [
+    (append_to_kvcache, APPEND, "page_table"), (flash_attn_varlen_func, GIVEN["tables"], "block_table"),
+    (flash_attn_with_kvcache, GIVEN["by_flash_attn"] | dict(block_table=TWO_PAGES), "block_table")], ids=name_of)
+def test_errors_while_tracing(call, given, name):
     """Dynamo fails in its own words, but with ours among them."""
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="ValueError.*page_table must be int32 .*2, max_pages"):
-        torch.compile(append_to_kvcache, fullgraph=True, backend="eager")(
-            **{**APPEND, "page_table": APPEND["page_table"][:1]})
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"ValueError.*{name} must be int32 .*max_pages"):
+        torch.compile(call, fullgraph=True, backend="eager")(**given | {name: given[name][:1]})
 
 
 # The compiled ops check what the facade has checked: they write or read out of bounds otherwise.

@@ -282,29 +282,6 @@ def test_names_compile_fullgraph():
         assert_close(got, x.want[0])
 
 
-@cpu
-def test_errors_of_names_while_tracing():
-    """Dynamo fails in its own words, but with ours among them."""
-    x = serving()
-    options = dict(block_table=x.given["page_table"][:2], cu_seqlens_q=x.given["cu_seqlens_q"])
-    torch._dynamo.reset()
-    for call in (flash_attn_varlen_func, flash_attn_with_kvcache):
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="ValueError.*block_table must be int32 .*3, max_pages"):
-            torch.compile(call, fullgraph=True, backend="eager")(x.q, *x.caches, **options)
-
-
-@cpu
-@pytest.mark.parametrize("name", ["qv", "q_descale", "k_descale", "v_descale"])
-def test_what_is_not_there_is_refused_by_name(name):
-    x = serving(rows=(1, 1, 1))
-    more = {name: torch.ones(3, 2), "page_table": x.given["page_table"],
-            "cu_seqlens_q": x.given["cu_seqlens_q"]}
-    with pytest.raises(NotImplementedError, match=f"^flash_attn_with_kvcache: {name} is not supported yet"):
-        flash_attn_with_kvcache(x.q, *x.caches, cache_seqlens=x.given["seqused_k"], **more)
-    with pytest.raises(NotImplementedError, match=f"^flash_attn_varlen_func: {name} is not supported yet"):
-        flash_attn_varlen_func(x.q, *x.caches, seqused_k=x.given["seqused_k"], **more)
-
-
 # flash_attn_combine.
 
 @cpu

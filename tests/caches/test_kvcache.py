@@ -245,11 +245,15 @@ def test_autocast():
             attention_with_kvcache(q, k.half(), k.half())
 
 
+TO_COMPILE = {call.name: call for call in CALLS} | {
+    "tree": Call("tree", (5,) * 3, (90, 3, 70), 95, tree=torch.ones(5, 5).tril().bool())}
+
+
 @pytest.mark.parametrize("backend, name", [
     ("reference", "leftpad_batch_idx"), ("torch", "packed_pages_batch_idx"), ("triton", "packed_pages_batch_idx"),
-    ("cuda", "packed_pages_batch_idx"), ("cuda", "leftpad_batch_idx")])
+    ("cuda", "packed_pages_batch_idx"), ("cuda", "leftpad_batch_idx"), ("triton", "tree"), ("cuda", "tree")])
 def test_compiles_fullgraph(backend, name):
-    call = next(call for call in CALLS if call.name == name)
+    call = TO_COMPILE[name]
     q, k, v, given = make(call, BACKENDS[backend])
     given = {name: on_device(x) for name, x in given.items()}
     q, k, v = map(on_device, (q, k, v))

@@ -346,10 +346,14 @@ def originals(monkeypatch):
 
 
 @pytest.fixture
-def on_cpu(originals):
-    """Our kernels as those of the CPU."""
+def asked(originals, monkeypatch):
+    """Our kernels as those of the CPU. The names of the ops whose functions in Python were called."""
+    names = []
+    for name, function in aten.OPS.items():
+        monkeypatch.setitem(activation.OPS, name, lambda *args, name=name, function=function, **options: (
+            names.append(name), function(*args, **options))[1])
     overrides = activation._Overrides("CPU")
-    yield
+    yield names
     overrides.remove()
 
 
@@ -435,7 +439,7 @@ def ops_of(q, k, v, bias):
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
 @pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_autograd_and_compile(on_cpu, name, backend):
+def test_autograd_and_compile(asked, name, backend):
     """torch's derivatives of the ops reach our kernels, also in graphs, whose shapes may be dynamic."""
     q, k, v = (x.requires_grad_() for x in make_qkv([(2, 3, 33, 16), (2, 3, 40, 16), (2, 3, 40, 16)], torch.float16))
     bias = randn(33, 40, seed=3, dtype=torch.float16)
@@ -453,7 +457,7 @@ def test_autograd_and_compile(on_cpu, name, backend):
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_gradient_of_a_bias_alone(on_cpu, backend):
+def test_gradient_of_a_bias_alone(asked, backend):
     """torch then asks for no lse, which its own backward pass would need."""
     q, k, v = make_qkv([(2, 3, 33, 16), (2, 3, 40, 16), (2, 3, 40, 16)], torch.float16)
     bias = randn(1, 3, 33, 40, seed=3, dtype=torch.float16).requires_grad_()
@@ -471,7 +475,7 @@ def test_gradient_of_a_bias_alone(on_cpu, backend):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("last", [1, 40])
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])
-def test_biases_that_torchs_kernels_refuse(on_cpu, name, last, dtype):
+def test_biases_that_torchs_kernels_refuse(asked, name, last, dtype):
     """A float32 one for 16 bits, and one without a dimension of keys."""
     q, k, v = make_qkv([(2, 3, 33, 16), (2, 3, 40, 16), (2, 3, 40, 16)], torch.float16)
     bias = randn(2, 1, 33, last, seed=3, dtype=dtype).requires_grad_()
@@ -494,18 +498,6 @@ EVERYDAY = {
     "efficient": ("_scaled_dot_product_efficient_attention", (None, True, 0.0, True), [(32, 32)]),
     "efficient, no lse": ("_scaled_dot_product_efficient_attention", (None, False, 0.0, True), [(32, 32)]),
 }
-
-
-@pytest.fixture
-def asked(originals, monkeypatch):
-    """The names of the ops whose functions in Python were called."""
-    names = []
-    for name, function in aten.OPS.items():
-        monkeypatch.setitem(activation.OPS, name, lambda *args, name=name, function=function, **options: (
-            names.append(name), function(*args, **options))[1])
-    overrides = activation._Overrides("CPU")
-    yield names
-    overrides.remove()
 
 
 @pytest.mark.parametrize("name, options, lengths", EVERYDAY.values(), ids=EVERYDAY)

@@ -68,7 +68,7 @@ def test_return_aux():
 
 
 def test_gradients():
-    """Those of keys that samples share are summed."""
+    """Gradients of keys that samples share are summed."""
     q, k, v = (x.requires_grad_() for x in inputs(heads_k=2, samples_k=1))
     out, lse = flex_attention(q, k, v, block_mask=MASKS["torch's"], enable_gqa=True, return_lse=True)
     scores = q @ k.repeat_interleave(2, 1).mT / 4

@@ -93,18 +93,22 @@ def registered(impl, monkeypatch):
 
 
 def models(kind, impl, attention):
-    """Two models with equal weights, in fp32: with our attention and with eager attention."""
     name, options = MODELS[kind]
+    return two_models(name, SIZES | options, attention, IMPLS[impl][1])
+
+
+def two_models(name, options, attention, device):
+    """Models of this class with equal weights, in fp32: with our attention and with eager attention."""
     made = getattr(transformers, name)
     torch.manual_seed(0)
-    weights = made(made.config_class(**SIZES, **options)).state_dict()
+    weights = made(made.config_class(**options)).state_dict()
+    weights |= {key: 2 * torch.randn_like(x) for key, x in weights.items() if "relative_attention_bias" in key}
     found = []
     for name in (attention, "eager"):
-        config = made.config_class(**SIZES, **options, attn_implementation=name)
-        model = made(config).to(IMPLS[impl][1])
+        model = made(made.config_class(**options, attn_implementation=name)).to(device).eval()
         assert model.config._attn_implementation == name
         model.load_state_dict(weights)
-        found.append(model.eval())
+        found.append(model)
     return found
 
 
@@ -137,17 +141,10 @@ def padding_mask(side, device):
 @torch.no_grad()
 def check_llama(name, side):
     """The logits of a tiny Llama whose attention has this name, beside eager attention. side: of the padding."""
-    device = "cuda" if HAS_GPU else "cpu"
+    device = IMPLS["torch"][1]
     ids, mask = tokens(3, LENGTH, device=device), None if side is None else padding_mask(side, device)
     valid = torch.ones_like(ids).bool() if mask is None else mask.bool()
-    logits = []
-    for attention in (name, "eager"):
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(**SIZES, attn_implementation=attention)
-        model = transformers.LlamaForCausalLM(config).eval()
-        assert model.config._attn_implementation == attention
-        logits.append(model.to(device)(ids, attention_mask=mask).logits[valid])
-    check(*logits, "torch")
+    check(*(model(ids, attention_mask=mask).logits[valid] for model in models("llama", "torch", name)), "torch")
 
 
 @each_model(is_short=True)

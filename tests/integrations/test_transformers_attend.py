@@ -58,7 +58,7 @@ def test_result_is_contiguous(is_row_first, position_ids):
 
 
 def test_block_masks():
-    """Those of transformers' own function are torch's. A flattened batch has none."""
+    """transformers' own function makes torch's. A flattened batch has none."""
     q, k, v = qkv(70, 90)
     arguments = 2, 70, 90, 20, 0, masking_utils.causal_mask_function
     theirs = masking_utils.flex_attention_mask(*arguments)

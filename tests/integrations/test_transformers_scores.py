@@ -10,7 +10,7 @@ import torch
 
 import minimal_attn
 from conftest import HAS_GPU, OF_16_BITS
-from test_transformers import IMPLS as ALL, NAME, VOCAB, check, padding_mask, registered, tokens
+from test_transformers import IMPLS as ALL, NAME, VOCAB, check, padding_mask, registered, tokens, two_models
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,19 +53,7 @@ def calls(impl, route, monkeypatch):
 
 
 def models(kind, route, device):
-    """Two models with equal weights, in fp32: with our attention and with eager attention."""
-    name, options = MODELS[kind]
-    made = getattr(transformers, name)
-    torch.manual_seed(0)
-    weights = made(made.config_class(**options)).state_dict()
-    weights |= {key: 2 * torch.randn_like(x) for key, x in weights.items() if "relative_attention_bias" in key}
-    found = []
-    for attention in (NAME if route == "interface" else "sdpa", "eager"):
-        model = made(made.config_class(**options, attn_implementation=attention)).to(device).eval()
-        assert model.config._attn_implementation == attention
-        model.load_state_dict(weights)
-        found.append(model)
-    return found
+    return two_models(*MODELS[kind], NAME if route == "interface" else "sdpa", device)
 
 
 def t5_inputs(device, side="right"):

@@ -1,4 +1,4 @@
-"""What the sources include and import: folders of csrc those above them, Python packages each other without circles."""
+"""The order of the sources: folders of csrc include those above them, and Python modules import without circles."""
 
 import ast
 import graphlib
