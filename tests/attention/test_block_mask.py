@@ -357,7 +357,10 @@ ONES = torch.ones(1, 1, 3, 4, dtype=torch.bool, device=DEVICE)
     (call(lambda b, h, q, k: q >= 0 if q > k else k > 0), TypeError, "(?s)mask_mod must .* no `if` on .* control flow"),
     (call(lambda b, h, q, k: True), TypeError, "mask_mod must return a tensor.* got type <class 'bool'>"),
     (call(lambda b, h, q, k: q - k), TypeError, "mask_mod must return a tensor of bool, got torch.int64"),
+    (call(lambda b, h, q, k: (q > k, q < k)), TypeError, "mask_mod must return a tensor of bool, got <class 'tuple'>"),
     (call(lambda b, h, q, k: (q > k).expand(2, 3)), ValueError, r"mask_mod must .* got one of shape \(2, 3\)"),
+    (lambda: dataclasses.replace(build(), row_words=ONES.int()), ValueError,
+     r"row_words must be int32 of shape \(2, 3, 6, 1\) on .*, got a torch.int32 tensor of shape \(1, 1, 3, 4\)"),
     (lambda: BlockMask.from_dense(ONES.int()), TypeError, "mask must be a tensor of bool, got a torch.int32"),
     (lambda: BlockMask.from_dense([[True]]), TypeError, "mask must be a torch.Tensor, got list"),
     (lambda: BlockMask.from_dense(ONES[0, 0, 0]), ValueError, r"mask must have 2 or 3 or 4 dim.* of shape \(4,\)"),
@@ -497,7 +500,7 @@ def test_opcheck(impl):
 
 @each_kernel
 def test_op_clamps_numbers(impl):
-    """Those of units, which the facade checks on the CPU alone, read no bits outside."""
+    """Numbers of bits that are out of range read nothing outside. The facade refuses them, but on the CPU alone."""
     q, k, v = (x.detach() for x in qkv(impl))
     mask = build("random").to(q.device)
     forward, _ = op_of(impl)
@@ -535,8 +538,7 @@ def test_compiled_functions_tell_masks_of_torch_apart():
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
     for name in ("causal", "causal_window"):
         mask = flex_attention.create_block_mask(MASKS[name], None, None, SQ, SK, q.device)
-        want = attend(mask)
-        assert compiled(mask).equal(want)
+        assert attend(mask).equal(compiled(mask))
 
 
 @each_impl
