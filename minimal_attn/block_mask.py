@@ -92,8 +92,8 @@ class BlockMask:
         from torch.nn.attention import flex_attention  # takes a second or two
 
         if not isinstance(block_mask, flex_attention.BlockMask):
-            raise TypeError(f"block_mask must be a BlockMask of torch.nn.attention.flex_attention, got "
-                            f"{type(block_mask).__name__}")
+            raise TypeError("block_mask must be a BlockMask of minimal_attn or torch, for from_torch of torch alone, "
+                            f"got {type(block_mask).__module__}.{type(block_mask).__name__}")
         columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
         states = torch.where(_listed(block_mask.kv_num_blocks, block_mask.kv_indices, columns), PARTIAL, EMPTY)
         if block_mask.full_kv_num_blocks is not None:
