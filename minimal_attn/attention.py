@@ -98,10 +98,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         attention_chunk: positions i + seqlen_k - seqlen_q of rows and j of keys are in chunks of so many, and a row
             sees only keys of its own chunk, as in Llama 4; 0 is none. Together with causal and window_size.
         block_mask: which keys each row sees, for any mask at the speed of its visible blocks: of create_block_mask, for
-            B or 1 samples, H or 1 heads (B·H or 1 and 1 for 3D input), Sq rows and Sk keys, on q's device. Or of
-            torch.nn.attention.flex_attention, with blocks of multiples of 64: BlockMask.from_torch converts it at its
-            first call, which must not be one under torch.compile(fullgraph=True). Together with all other masks. What
-            it hides must be finite, as with attn_bias. Not for packed batches.
+            B or 1 samples, H or 1 heads (for 3D input B·H or 1, and 1), Sq rows and Sk keys, on q's device. Or of
+            torch.nn.attention.flex_attention, with a BLOCK_SIZE of multiples of 64: its first call converts it by
+            BlockMask.from_torch, and must not be under torch.compile(fullgraph=True). A row sees a key if all other
+            masks show it, too. What block_mask hides must be finite, as with attn_bias. Not for packed batches.
         cu_seqlens_q, cu_seqlens_k: for a packed batch of B samples, whose rows lie one after the other: q is
             (1, H, Tq, D), k and v are (1, Hk, Tk, D). int32 (B + 1,), contiguous, on q's device. Sample b has the rows
             from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] to the next entry. The first entry is 0, the others
@@ -242,7 +242,7 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
                  max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
                  seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
                  alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None, attention_chunk: int = 0,
-                 return_max_logits: bool = False) -> str:
+                 return_max_logits: bool = False, block_mask: BlockMask | None = None) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
     Arguments are as of flash_attention. causal, sm_scale, window_size, max_seqlen and the values of lengths are
@@ -250,16 +250,17 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
 
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
-        "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for dropout
-        together with softcap, ALiBi or an attn_bias, for any of these four together with attention_chunk or
-        return_max_logits, where rows of q, k or v overlap, where a stride is 2^40 bytes or more, without keys, and for
-        an attn_bias of numbers that is float32, or whose rows are not contiguous or do not start at multiples of 16
-        bytes. "dmma" (flash_dmma.cu, fp64 tensor cores): float32, head_dim 33 to 128, GPUs of sm_90, without dropout,
-        sinks, softcap, ALiBi, attn_bias, attention_chunk and return_max_logits.
+        "sm80" (flash_sm80.cu, tensor cores): float16 and bfloat16 on other GPUs from Ampere on; on Hopper for options
+        of two of these kinds: dropout; softcap, ALiBi and attn_bias; attention_chunk and return_max_logits; block_mask;
+        also where rows of q, k or v overlap, where a stride is 2^40 bytes or more, without keys, and for an attn_bias
+        of numbers that is float32, or whose rows are not contiguous or do not start at multiples of 16 bytes.
+        "dmma" (flash_dmma.cu, fp64 tensor cores): float32, head_dim 33 to 128, GPUs of sm_90, without sinks and options
+        of these kinds.
         These three need head_dims, strides and addresses that are multiples of 16 bytes, as copies of 16-bit tensors
         have them. "simt" (flash.cu): everything else on a GPU. "host" (flash.cu compiled for the CPU): CPU tensors.
         Another kernel may compute the gradients. On Hopper, those of calls in 16 bits, also with dropout, are "sm90"'s,
-        but "sm80"'s with an attn_bias, and for a head_dim over 128 with softcap or ALiBi. Those of "dmma" are "simt"'s.
+        but "sm80"'s with an attn_bias of numbers, with a bool one or a block_mask beside any other of these options,
+        and for a head_dim over 128 with softcap or ALiBi. Those of "dmma" are "simt"'s.
 
     Raises:
         As flash_attention.
@@ -268,8 +269,9 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
     check_qkv(q, k, v, KERNEL_DTYPES)
     check_max_seqlens(max_seqlen_q, max_seqlen_k)
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
-                    attention_chunk=attention_chunk, dropout_p=dropout_p, return_max_logits=return_max_logits)
-    return cuda.kernel_of(q, k, v, checked_options(given, q, k, causal, window_size, seq_lens))
+                    attention_chunk=attention_chunk, dropout_p=dropout_p, return_max_logits=return_max_logits,
+                    mask_units=block_mask)
+    return cuda.kernel_of(q, k, v, checked_options(with_tensors(given, q, k), q, k, causal, window_size, seq_lens))
 
 
 def available_backends() -> list[str]:

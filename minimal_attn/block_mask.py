@@ -34,6 +34,9 @@ class BlockMask:
     A unit is full if all rows see all keys that exist in it, so kernels must mask the ends of lengths by themselves. In
     the bits of a partial unit, rows and keys beyond the ends are hidden.
 
+    Kernels clamp the numbers of bits, and trust the words. Where row_words and key_words do not agree, a deterministic
+    backward pass may never end.
+
     Copies and pickles have no mask_mod, since few functions can be pickled.
     """
 
@@ -48,6 +51,15 @@ class BlockMask:
     Q_LEN: int
     KV_LEN: int
     mask_mod: Callable | None = None  # from_torch's is torch's, which says nothing about blocks that are not listed
+
+    def __post_init__(self):
+        for name, x in self._tensors.items():
+            check_tensor(name, x)
+        M, N, many = -(-self.Q_LEN // UNIT), -(-self.KV_LEN // UNIT), self.units.shape[:2]
+        shapes = (*many, M, N), (*many, M, -(-N // 32)), (*many, N, -(-M // 32)), (self.bits.numel() // 256, 2, 128)
+        for (name, x), shape in zip(self._tensors.items(), shapes):
+            if x.dtype != torch.int32 or x.shape != shape or x.device != self.device:
+                raise ValueError(f"{name} must be int32 of shape {shape} on {self.device}, got {shown(x)}")
 
     @staticmethod
     def from_dense(mask: Tensor, *, num_bits: int | None = None, compile: bool = False) -> "BlockMask":
@@ -80,8 +92,8 @@ class BlockMask:
         from torch.nn.attention import flex_attention  # takes a second or two
 
         if not isinstance(block_mask, flex_attention.BlockMask):
-            raise TypeError(f"block_mask must be a BlockMask of torch.nn.attention.flex_attention, got "
-                            f"{type(block_mask).__name__}")
+            raise TypeError("block_mask must be a BlockMask of minimal_attn or torch, for from_torch of torch alone, "
+                            f"got {type(block_mask).__module__}.{type(block_mask).__name__}")
         columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
         states = torch.where(_listed(block_mask.kv_num_blocks, block_mask.kv_indices, columns), PARTIAL, EMPTY)
         if block_mask.full_kv_num_blocks is not None:
@@ -164,7 +176,8 @@ def create_block_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: i
         num_bits: room for the bits of so many partial units, also for a later copy_. None: as many as there are, a
             number that the host must read.
         compile: fuse mask_mod with what follows by torch.compile. It takes seconds for each mask_mod, so it is for long
-            sequences and masks of every step. If it fails, there is a warning and the mask is built without it.
+            sequences and masks that are built in every step. If it fails, there is a warning, and this and all later
+            masks are built without it.
 
     Raises:
         TypeError: a size that is no int, or a mask_mod that is no function, does not return bool, or does what vmap
@@ -175,7 +188,7 @@ def create_block_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: i
     B, H = (1 if size is None else size for size in (B, H))
     for name, size in dict(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN).items():
         _check_size(name, size)
-    device = _check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _check_device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     _check_size("num_bits", num_bits or 0, 0)
     _check_mask_mod(mask_mod, device)
     M, N = -(-Q_LEN // UNIT), -(-KV_LEN // UNIT)
@@ -357,8 +370,9 @@ def _check_mask_mod(mask_mod, device):
     except (RuntimeError, ValueError) as error:
         raise TypeError(f"mask_mod must return a tensor, made of tensors on {device} by what torch.vmap takes, which "
                         f"is no `if` on values: {error}") from error
-    if seen.dtype != torch.bool:
-        raise TypeError(f"mask_mod must return a tensor of bool, got {seen.dtype}")
+    dtype = getattr(seen, "dtype", type(seen))
+    if dtype != torch.bool:
+        raise TypeError(f"mask_mod must return a tensor of bool, got {dtype}")
     if seen.ndim != 3:
         raise ValueError(f"mask_mod must return a tensor without dimensions, got one of shape {tuple(seen.shape[3:])}")
 

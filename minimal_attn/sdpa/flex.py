@@ -24,7 +24,8 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: None = 
         block_mask: of minimal_attn.create_block_mask, or torch's, for Sq rows and Sk keys; None: rows see all keys.
         scale: factor of the scores; 1/sqrt(D) if None.
         enable_gqa: H may be a multiple of Hk, and query head h reads key head h // (H // Hk). Otherwise H is Hk.
-        return_lse: also return lse. kernel_options: not read, since it is for the kernels of torch.
+        return_lse: also return lse.
+        kernel_options: not read, since they are for the kernels of torch.
         return_aux: torch's AuxRequest of lse and max_scores, in the place of return_lse.
         backend: of flash_attention.
 
@@ -34,14 +35,16 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: None = 
         in which max_scores is like lse.
 
     Raises:
-        NotImplementedError: score_mod. ValueError: other sizes, also of block_mask, or return_lse together with
-        return_aux. Otherwise as flash_attention.
+        NotImplementedError: score_mod. TypeError: return_aux of another type. ValueError: other sizes, also of
+        block_mask, or return_lse together with return_aux. Otherwise as flash_attention.
     """
     if score_mod is not None:
         raise NotImplementedError("flex_attention serves no score_mod, only a block_mask: flash_attention has softcap, "
                                   f"alibi_slopes, attn_bias and sinks; got {shown(score_mod)}")
     if return_lse and return_aux is not None:
         raise ValueError("return_lse and return_aux cannot be given together")
+    if return_aux is not None and not hasattr(return_aux, "max_scores"):
+        raise TypeError(f"return_aux must be None or torch's AuxRequest, got {shown(return_aux)}")
     check_number("enable_gqa", enable_gqa)
     tensors = dict(query=query, key=key, value=value)
     for name, x in tensors.items():

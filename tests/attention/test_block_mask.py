@@ -357,7 +357,10 @@ ONES = torch.ones(1, 1, 3, 4, dtype=torch.bool, device=DEVICE)
     (call(lambda b, h, q, k: q >= 0 if q > k else k > 0), TypeError, "(?s)mask_mod must .* no `if` on .* control flow"),
     (call(lambda b, h, q, k: True), TypeError, "mask_mod must return a tensor.* got type <class 'bool'>"),
     (call(lambda b, h, q, k: q - k), TypeError, "mask_mod must return a tensor of bool, got torch.int64"),
+    (call(lambda b, h, q, k: (q > k, q < k)), TypeError, "mask_mod must return a tensor of bool, got <class 'tuple'>"),
     (call(lambda b, h, q, k: (q > k).expand(2, 3)), ValueError, r"mask_mod must .* got one of shape \(2, 3\)"),
+    (lambda: dataclasses.replace(build(), row_words=ONES.int()), ValueError,
+     r"row_words must be int32 of shape \(2, 3, 6, 1\) on .*, got a torch.int32 tensor of shape \(1, 1, 3, 4\)"),
     (lambda: BlockMask.from_dense(ONES.int()), TypeError, "mask must be a tensor of bool, got a torch.int32"),
     (lambda: BlockMask.from_dense([[True]]), TypeError, "mask must be a torch.Tensor, got list"),
     (lambda: BlockMask.from_dense(ONES[0, 0, 0]), ValueError, r"mask must have 2 or 3 or 4 dim.* of shape \(4,\)"),
@@ -369,7 +372,7 @@ ONES = torch.ones(1, 1, 3, 4, dtype=torch.bool, device=DEVICE)
     (of_blocks(ONES, 192, 256, 96), ValueError, "BLOCK_SIZE must be a multiple of 64, or a pair of them, got 96"),
     (of_blocks(ONES, 192, 256, (64, 0)), ValueError, r"BLOCK_SIZE must be .*, got \(64, 0\)"),
     (of_blocks(ONES, 192, -1, 64), ValueError, "KV_LEN must be at least 1, got -1"),
-    (lambda: BlockMask.from_torch(build()), TypeError, "block_mask must be a BlockMask of torch.*, got BlockMask"),
+    (lambda: BlockMask.from_torch(build()), TypeError, "block_mask must .* of torch alone, got minimal_attn"),
     (of_torch(BLOCK_SIZE=(128, 32)), ValueError, r"BLOCK_SIZE must be .*, got \(128, 32\)"),
     (of_torch(seq_lengths=(300, 128)), ValueError, "the lists of block_mask must be of .*, 3, 1"),
     (of_torch(mask_mod=lambda b, h, q, k: q), TypeError, "mask_mod must return a tensor of bool"),
@@ -520,7 +523,7 @@ def test_opcheck(impl):
 
 @each_kernel
 def test_op_clamps_numbers(impl):
-    """Those of units, which the facade checks on the CPU alone, read no bits outside."""
+    """Numbers of bits that are out of range read nothing outside. The facade refuses them, but on the CPU alone."""
     q, k, v = (x.detach() for x in qkv(impl))
     mask = build("random").to(q.device)
     forward, _ = op_of(impl)
@@ -558,8 +561,7 @@ def test_compiled_functions_tell_masks_of_torch_apart():
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
     for name in ("causal", "causal_window"):
         mask = flex_attention.create_block_mask(MASKS[name], None, None, SQ, SK, q.device)
-        want = attend(mask)
-        assert compiled(mask).equal(want)
+        assert attend(mask).equal(compiled(mask))
 
 
 @each_impl
@@ -589,8 +591,8 @@ MASK = create_block_mask(MASKS["causal"], None, None, 70, 90, "cpu")
     (create_block_mask(MASKS["causal"], 3, None, 70, 90, "cpu"), ValueError, r"got BlockMask\(shape=\(3, 1, 70, 90\)"),
     (create_block_mask(MASKS["causal"], None, 2, 70, 90, "cpu"), ValueError, r"got BlockMask\(shape=\(1, 2, 70, 90\)"),
     (MASK.to("meta"), ValueError, "block_mask must be on cpu, as q is, got .* device='meta'"),
-    (torch.ones(70, 90, dtype=torch.bool), TypeError, "block_mask must be a BlockMask of .*, got Tensor"),
-    ([MASK], TypeError, "block_mask must be a BlockMask of .*, got list"),
+    (torch.ones(70, 90, dtype=torch.bool), TypeError, "block_mask must be a BlockMask of .*, got torch.Tensor"),
+    ([MASK], TypeError, "block_mask must be a BlockMask of .*, got builtins.list"),
     (dataclasses.replace(MASK, units=MASK.units - 1), ValueError,
      "the units of block_mask must be in -2..1, got values from -3 to 0"),
     (dataclasses.replace(MASK, units=MASK.units + 2), ValueError, "must be in -2..1, got values from 0 to 3"),

@@ -98,6 +98,7 @@ assert "torch.nn.attention.flex_attention" not in sys.modules
     (ValueError, r"same number of heads, unless enable_gqa=True: .* key is \(2, 2, 150, 16\)", dict(heads_k=2)),
     (ValueError, "the number of query heads must be a multiple", dict(heads_k=3, enable_gqa=True)),
     (ValueError, "return_lse and return_aux", dict(return_lse=True, return_aux=torch_flex.AuxRequest())),
+    (TypeError, "return_aux must be None or torch's AuxRequest, got True", dict(return_aux=True)),
     (ValueError, "block_mask must broadcast to .* rows, keys", dict(
         block_mask=torch_flex.create_block_mask(mask_mod, B, None, SQ, SK + 1, "cpu"))),
     (ValueError, "must have the same batch size: query is", dict(samples_k=1)),
