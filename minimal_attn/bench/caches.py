@@ -12,7 +12,7 @@ import random
 import torch
 
 from .. import attention_with_kvcache, flash_attention, options, reference_attention
-from ..reference.append import _rotated
+from ..reference.append import rotated
 from ..toolkit.benchmark import QUANTILES
 from . import measure
 from .cases import Case
@@ -172,11 +172,11 @@ class Append(Decode):
         cos, sin = (torch.tensor(values)[turns % 4].to(q) for values in ([1, 0, -1, 0], [0, 1, 0, -1]))
         back, position = options.Append(rotary_cos=cos, rotary_sin=-sin, rotary_interleaved=False), before[:, None]
         append = keywords | {"seqused_k": before, "k": k_new, "v": v_new}
-        rotary = append | {"k": _rotated(k_new, position, back), "rotary_cos": cos, "rotary_sin": sin,
+        rotary = append | {"k": rotated(k_new, position, back), "rotary_cos": cos, "rotary_sin": sin,
                            "rotary_interleaved": False}
         return {":attend": [(attention_with_kvcache, (q, k, v), keywords)],
                 "": [(attention_with_kvcache, (q, k, v), append)],
-                ":rotary": [(attention_with_kvcache, (_rotated(q, position, back), k, v), rotary)]}
+                ":rotary": [(attention_with_kvcache, (rotated(q, position, back), k, v), rotary)]}
 
 
 class Mixed(Decode):

@@ -131,10 +131,10 @@ def append_in_torch(k, v, k_cache, v_cache, append):
         sample, row, num_new = _rows_of(k, append.cu_seqlens_k_new)
         if append.rotary_cos is not None:
             starts = taken if append.rotary_seqlens is None else append.rotary_seqlens.long()
-            k = _rotated(k, starts[sample] + row, append)
+            k = rotated(k, starts[sample] + row, append)
             if append.q is not None:
                 q_sample, q_row, _ = _rows_of(append.q, append.cu_seqlens_q)
-                q_rotated.copy_(_rotated(append.q, starts[q_sample] + q_row * append.q_advances, append))
+                q_rotated.copy_(rotated(append.q, starts[q_sample] + q_row * append.q_advances, append))
         place = taken[sample] + row
         is_valid = (row < num_new[sample]) & (place < capacity)
         lengths = (taken + num_new).clamp(max=capacity).int()
@@ -156,7 +156,7 @@ def _rows_of(x, cu_seqlens):
     return sample.view(shape), row.view(shape), num_rows
 
 
-def _rotated(x, position, append):
+def rotated(x, position, append):
     """x (B, H, S, D), rotated in fp32 as at these positions (B, S)."""
     acc_dtype = sum_dtype(x.dtype)
     position = position.clamp(0, append.rotary_cos.shape[0] - 1)
