@@ -7,7 +7,7 @@ are evaluated part by part: everywhere, to find the states of units, and again i
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -34,15 +34,16 @@ class BlockMask:
     A unit is full if all rows see all keys that exist in it, so kernels must mask the ends of lengths by themselves. In
     the bits of a partial unit, rows and keys beyond the ends are hidden.
 
-    Kernels clamp the numbers of bits, and trust the words. Where row_words and key_words do not agree, a deterministic
-    backward pass may never end.
+    The words are made of the units, once: to change a mask, use copy_. Kernels clamp the numbers of bits, and trust the
+    words. Who writes to these until they disagree may wait forever for a deterministic backward pass.
 
     Copies and pickles have no mask_mod, since few functions can be pickled.
     """
 
     units: Tensor  # (Bm, Hm, M, N): EMPTY, FULL, or the number of the unit's bits, from 0 on
-    row_words: Tensor  # (Bm, Hm, M, ceil(N / 32)): bit n % 32 of word n // 32 says that unit (m, n) is not empty
-    key_words: Tensor  # (Bm, Hm, N, ceil(M / 32)): bit m % 32 of word m // 32 says that unit (m, n) is not empty
+    # (Bm, Hm, M, ceil(N / 32)): bit n % 32 of word n // 32 says that unit (m, n) is not empty
+    row_words: Tensor = field(init=False)
+    key_words: Tensor = field(init=False)  # (Bm, Hm, N, ceil(M / 32)): the same with rows and keys exchanged
     # (P, 2, 128), P no less than there are partial units: a word for each thread of a warpgroup that holds the unit as
     # the accumulator of a 64 x 64 product. Thread row // 16 * 32 + row % 8 * 4 + key % 8 // 2 has bit
     # row // 8 % 2 * 16 + key // 8 * 2 + key % 2, which says that the row sees the key.
@@ -53,13 +54,15 @@ class BlockMask:
     mask_mod: Callable | None = None  # from_torch's is torch's, which says nothing about blocks that are not listed
 
     def __post_init__(self):
-        for name, x in self._tensors.items():
-            check_tensor(name, x)
-        M, N, many = -(-self.Q_LEN // UNIT), -(-self.KV_LEN // UNIT), self.units.shape[:2]
-        shapes = (*many, M, N), (*many, M, -(-N // 32)), (*many, N, -(-M // 32)), (self.bits.numel() // 256, 2, 128)
-        for (name, x), shape in zip(self._tensors.items(), shapes):
+        grid = -(-self.Q_LEN // UNIT), -(-self.KV_LEN // UNIT)
+        check_tensor("units", self.units)
+        check_tensor("bits", self.bits)
+        for name, shape in dict(units=(*self.units.shape[:2], *grid), bits=(*self.bits.shape[:1], 2, 128)).items():
+            x = getattr(self, name)
             if x.dtype != torch.int32 or x.shape != shape or x.device != self.device:
                 raise ValueError(f"{name} must be int32 of shape {shape} on {self.device}, got {shown(x)}")
+        visible = self.units != EMPTY
+        self.row_words, self.key_words = _flags(visible), _flags(visible.mT)
 
     @staticmethod
     def from_dense(mask: Tensor, *, num_bits: int | None = None, compile: bool = False) -> "BlockMask":
@@ -123,7 +126,7 @@ class BlockMask:
 
     def to(self, device) -> "BlockMask":
         """This mask on a device. Tensors that mask_mod captures stay where they are."""
-        return replace(self, **{name: x.to(device) for name, x in self._tensors.items()})
+        return replace(self, units=self.units.to(device), bits=self.bits.to(device))
 
     def copy_(self, other: "BlockMask") -> "BlockMask":
         """Make this the other mask, in its own memory, so that CUDA graphs find it there.
@@ -223,8 +226,7 @@ def _assemble(states, mask_mod, Q_LEN, KV_LEN, num_bits, compile):
     index = torch.nonzero_static(is_partial, size=num_bits, fill_value=0)[:, 0]
     parts = _evaluate(_bits, compile, mask_mod, index, states.shape, Q_LEN, KV_LEN, UNIT)
     bits = torch.cat([units.new_empty(0, 2, 128), *parts])
-    visible = units != EMPTY
-    return BlockMask(units, _flags(visible), _flags(visible.mT), bits, Q_LEN, KV_LEN, mask_mod)
+    return BlockMask(units, bits, Q_LEN, KV_LEN, mask_mod)
 
 
 def _evaluate(function, compile, mask_mod, index, grid, Q_LEN, KV_LEN, width):
