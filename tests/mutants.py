@@ -90,7 +90,7 @@ MUTANTS = [
     ("csrc/sm90/flash_sm90.cuh", "sm90_stores_over_next_sample", "row0 + 16 > seq.padded_q && seq",
      "row0 >= seq.padded_q && seq", kernel("sm90/flash_sm90.cu")),
     ("csrc/sm90/flash_sm90.cuh", "sm90_values_not_awaited",
-     "            shared.v.consumer_wait(kv_item);\n            if (!is_full)", "            if (!is_full)",
+     "shared.v.consumer_wait(kv_item);\n                if (!is_full)", "if (!is_full)",
      kernel("sm90/flash_sm90.cu")),
     ("csrc/sm90/flash_sm90.cuh", "sm90_out_not_rescaled", "if (has_grown) softmax.rescale(acc_o, alpha);", "",
      kernel("sm90/flash_sm90.cu")),
@@ -364,10 +364,11 @@ def main(names):
         chosen = {mutant[-1]: mutant for mutant in chosen}.values()
     copy_tree()
     missed, by_gate, begin = [], 0, time.monotonic()
+    for file, _, old, *_ in chosen:
+        assert (TREE / file).read_text().count(old) == 1, f"{file} does not have this once: {old}"
     for file, name, old, new, tests in chosen:
         path, start = TREE / file, time.monotonic()
         text = path.read_text()
-        assert text.count(old) == 1, f"{file} does not have this once: {old}"
         if not is_clean:
             path.write_text(text.replace(old, new))
         seen, said = run_tests(tests, file.startswith("csrc/"))
