@@ -81,7 +81,7 @@ struct AttnParams {
     // Whether the forward pass on Hopper does so. A mask for each head stays as it is: to pack its units takes half as
     // long as the pass itself.
     bool walks_mask() const { return has_mask_alone() && bias.head_stride == 0; }
-    // What kernels of all GPUs have in one variant: also chunks and a block mask.
+    // Whether kernels take their variant for changed scores, which also serves chunks and a block mask.
     bool has_mods() const { return has_score_mods() || attention_chunk || block_mask.rows; }
 
     // [nheads] of lse's type, or nullptr: one more score for each row of a head, in units of softmax_scale · q·k. It

@@ -129,7 +129,7 @@ struct Splits {
     }
 };
 
-// What the host passes to a kernel.
+// Arguments of a kernel.
 struct KernelParams : DecodeParams {
     Splits splits;
     ScoreFactors<float> factors;

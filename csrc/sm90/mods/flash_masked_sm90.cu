@@ -54,7 +54,7 @@ template <typename Shape> struct MaskedMemory : SharedMemory<Shape> {
     MaskedBlock<Shape> of_units[32];           // that a word of 32 units lies in, for MaskedTileWalk
 };
 
-// By a warp. It takes words of 32 units, and each lane looks at the block of one of them.
+// The walk of the producer's warp. It takes words of 32 units, and each lane looks at the block of one of them.
 template <typename Shape> struct MaskedTileWalk {
     static constexpr int kUnits = Shape::kBlockN / Unit::kSize, kInts = sizeof(MaskedBlock<Shape>) / sizeof(int);
     const AttnParams &p;

@@ -39,7 +39,7 @@ using emulator::wait_for_kernels;
 void wait_for_kernels() {}  // copy() does
 #endif
 
-// What has ones in all bits is NaN, or must be written before it is read.
+// Memory with ones in all bits is NaN, or must be written before it is read.
 template <typename T> struct Memory {
     std::vector<T> host;
     T *device = nullptr;
