@@ -338,7 +338,8 @@ class Case:
                  "deterministic": kind == "deterministic", "dropout_p": options.get("dropout", 0.0),
                  "score": kind if kind in SCORES else "none", "page_size": options.get("page", 0),
                  "mask": kind.partition(" ")[2],
-                 "lengths": self.shape.more if kind == "packed" else "drawn" if "drawn" in options else "full",
+                 "lengths": self.shape.more if kind == "packed" else
+                 "drawn" if "drawn" in options else "full, warm" if "warm" in options else "full",
                  "window_size": list(self.window_size) if kind == "window" else None}
         known |= self.shape._asdict() | numbers
         return {key: known.get(key) for key in COLUMNS[op]}

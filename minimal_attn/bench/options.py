@@ -71,9 +71,12 @@ VARLEN = Op("Attention of packed batches", {
 DECODING = Op("Attention to caches", {
     "cuda": [*(size + page for size in CACHES for page in ("", " page 16", " page 64", " page 128")),
              "8,32,1,128,8,8192 page 1", "8,32,1,128,8,8192 page 8",
-             *(f"8,32,{tokens},128,8,8192" for tokens in (2, 4, 8, 16)), "32,32,1,128,8,8192 drawn"],
+             *(f"8,32,{tokens},128,8,8192" for tokens in (2, 4, 8, 16)), "32,32,1,128,8,8192 drawn",
+             "8,32,1,128,8,1024", "16,32,1,128,32,4096",
+             *(f"{size} warm" for size in ("8,32,1,128,8,1024", "32,32,1,128,8,2048", "1,64,1,128,8,131072"))],
     "cpu": ["2,4,1,64,2,64", "2,4,1,64,2,64 page 16", "2,4,3,64,2,64", "2,4,1,64,2,64 page 16 drawn"]},
-    Decode, f"{DENSE}, also with ' page SIZE' or ' drawn' behind it", r"(page [1-9]\d*)? ?(drawn)?", DECODE,
+    Decode, f"{DENSE}, also with ' page SIZE', ' drawn' or ' warm' behind it",
+    r"(page [1-9]\d*)? ?(drawn|warm)?", DECODE,
     dtypes=HALVES, default_dtypes="bfloat16", default_causal="yes", baseline="read", rate="gbps", row="decode")
 # FlexAttention is compiled, but not tuned, which would take most of a minute for each mask.
 MASKING = Op("Attention with block masks", {
@@ -113,7 +116,7 @@ OPS = {
     "append": DECODING._replace(title="Appending to caches", shapes={
         "cuda": [size + page for size in (CACHES[1], CACHES[6], CACHES[5]) for page in ("", " page 16")],
         "cpu": ["2,4,1,64,2,64", "2,4,1,64,2,64 page 16"]}, case=Append, impls=APPEND, baseline="cuda:attend",
-        form="B,H,1,D,Hk,Sk, also with ' page SIZE' or ' drawn' behind it", row="append"),
+        form="B,H,1,D,Hk,Sk, also with ' page SIZE', ' drawn' or ' warm' behind it", row="append"),
     "mixed": DECODING._replace(title="Decoding and prefill in one batch", shapes={
         "cuda": [f"32,32,1,128,8,8192 prefill 2048{page}" for page in ("", " page 16")],
         "cpu": [f"2,4,1,64,2,64 prefill 24{page}" for page in ("", " page 16")]}, case=Mixed, impls=MIXED,
