@@ -169,9 +169,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         raise TypeError(f"flash_attention() got an unexpected keyword argument {name!r}{hint}")
     if max_seqlen_q is not None or max_seqlen_k is not None:
         check_max_seqlens(max_seqlen_q, max_seqlen_k)
-    given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
-                    -1, -1, attention_chunk, dropout_p, dropout_seed, return_max_logits, block_mask, None, None, None,
-                    deterministic, autotune, q_descale, k_descale, v_descale, return_lse)
+    given = Options._make((  # faster than the constructor
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap, -1, -1,
+        attention_chunk, dropout_p, dropout_seed, return_max_logits, block_mask, None, None, None, deterministic,
+        autotune, q_descale, k_descale, v_descale, return_lse))
     result = fast_path(q, k, v, given, causal, window_size, backend) if seq_lens is None else None
     if result is not None:
         return result
