@@ -12,6 +12,11 @@ using namespace device;
 // A consumer's part of dQ [kBlockM, kHeadDim]: 64 columns, 64 rows, all of it in turns, or 64 columns transposed.
 enum class DqPart { kColumns, kRows, kTurns, kTransposed };
 
+// Whether fragment n of a warp has columns of dQ, not only padding. Other kernels have no registers to ask.
+template <typename Shape> __device__ bool has_dq(const AttnBackwardParams &p, int warp_idx, int n) {
+    return Shape::kDqPart != DqPart::kColumns || warp_idx / 4 * 64 + 8 * n < p.head_dim;
+}
+
 // A key head's sums are whole after `arrivals` reports, or if 0 (keys are split) after the previous kernel.
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(32 * Shape::kDqWarps)
@@ -33,7 +38,8 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
                                                thread_idx() % 32);
     float4 x[Shape::kDqTiles];
 #pragma unroll
-    for (int n = 0; n < Shape::kDqTiles; n++) x[n] = *reinterpret_cast<const float4 *>(dq_accum + 128 * n);
+    for (int n = 0; n < Shape::kDqTiles; n++)
+        x[n] = has_dq<Shape>(p, warp_idx, n) ? *reinterpret_cast<const float4 *>(dq_accum + 128 * n) : float4{};
     const int m0 = warp_idx % 4 * 16;
 #pragma unroll
     for (int n = 0; n < Shape::kDqTiles; n += 2) {

@@ -18,8 +18,10 @@
 
 namespace sm90 {
 
-template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_, bool kChunks_ = false, bool kMasked_ = false>
+template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_, bool kChunks_ = false, bool kMasked_ = false,
+          bool kOneTile_ = false>
 struct BwdShape {
+    static constexpr bool kOneTile = kOneTile_;  // of keys in each head: its dQ is stored, not added to zeros
     static constexpr bool kChunks = kChunks_;  // there may be an attention_chunk
     static constexpr bool kMasked = kMasked_;  // by a block mask
     using Mask = MaskOf<kChunks>;
@@ -298,16 +300,16 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_co
 template <typename T, typename Shape> void launch_kernel(const AttnBackwardParams &p) {
     static_assert(sizeof(BwdSharedMemory<Shape>) <= 227 << 10);
     auto *kernel = flash_bwd<T, Shape, false, false>;
-    if constexpr (Shape::kBlockM == 64 && !Shape::kMasked)
+    if constexpr (Shape::kBlockM == 64 && !Shape::kMasked && !Shape::kOneTile)
         if (p.dropout_seed) kernel = flash_bwd<T, Shape, true, false>;
     if constexpr (Shape::kChunks)
         if (p.has_score_mods()) kernel = flash_bwd<T, Shape, true, true>;
     launch_bwd<T, Shape, sizeof(BwdSharedMemory<Shape>)>(p, kernel);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages, kChunks, kMasked}. 64 rows leave registers for dropout, changed scores and
-// chunks. 80 rows are slower below 2048 rows, or at 2048 under a causal mask (journal). Packed batches of any length
-// have the same tiles: a sample's bits must not depend on it.
+// {kHeadDim, kConsumers, kBlockM, kStages, kChunks, kMasked, kOneTile}. 64 rows leave registers for dropout, changed
+// scores and chunks. 80 rows are slower below 2048 rows, or at 2048 under a causal mask (journal). Packed batches of
+// any length have the same tiles: a sample's bits must not depend on it.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
     if (p.block_mask.rows)
         return p.max_head_dim() <= 64 ? f.template operator()<BwdShape<64, 2, 128, 2, false, true>>()
@@ -315,6 +317,9 @@ template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
     if (p.attention_chunk || p.has_score_mods())
         return p.max_head_dim() <= 64 ? f.template operator()<BwdShape<64, 2, 64, 4, true>>()
                                       : f.template operator()<BwdShape<128, 2, 64, 2, true>>();
+    if (p.seqlen_k <= 128 && !p.cu_seqlens_k && !p.dropout_seed)
+        return p.max_head_dim() <= 64 ? f.template operator()<BwdShape<64, 2, 128, 2, false, false, true>>()
+                                      : f.template operator()<BwdShape<128, 2, 64, 2, false, false, true>>();
     if (p.max_head_dim() <= 64)
         return p.dropout_seed ? f.template operator()<BwdShape<64, 2, 64, 4>>()
                               : f.template operator()<BwdShape<64, 2, 128, 2>>();

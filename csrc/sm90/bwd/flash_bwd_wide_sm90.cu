@@ -28,7 +28,7 @@ template <int kHeadDim_, bool kMasked_> struct WideShape {
     static constexpr int kHeadDim = kHeadDim_, kDTiles = kHeadDim / 8, kBlockM = 64, kNTiles = kBlockM / 8;
     static constexpr int kConsumers = 2, kStages = 2, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
     static constexpr int kTileBlocks = 2, kSemaphores = kTileBlocks, kBlockN = 64 * kTileBlocks, kMaxSplits = 1;
-    static constexpr bool kIsPersistent = false, kFillsGpu = true, kCountsArrivals = true;
+    static constexpr bool kIsPersistent = false, kFillsGpu = true, kCountsArrivals = true, kOneTile = false;
     static constexpr DqPart kDqPart = DqPart::kColumns;
     static constexpr int kDqParts = kHeadDim / 64, kDqWarps = 4 * kDqParts;
     static constexpr int kDqTiles = kBlockM * kHeadDim / (512 * kDqParts);
