@@ -62,7 +62,7 @@ KERNEL_CASES = {
                              "tall_uneven", "mixed_lengths", "mixed_padding", "all_kernels"],
     "cache/prefill_sm90.cu": ["prefill_pages", "prefill_interleaved", "prefill_leftpad", "prefill_batch_idx",
                               "prefill_clamped"],
-    "sm90/flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
+    "sm90/flash_sm90.cu": ["sm90_64", "sm90_77", "sm90_window_both", "sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
                            "sm90_scale_30_96", "sm90_packed_v", "sm90_narrow_v"],
     "sm90/mods/flash_dropout_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_drop_192"],
     "sm90/mods/flash_masked_sm90.cu": ["sm90_units", "sm90_units_causal", "sm90_mask"],

@@ -140,6 +140,7 @@ const std::vector<Case> cases = {
     // Every tile in both dtypes; lengths about those of the blocks, several blocks of rows and of keys.
     {"sm90_64",           f16, 1, 2, 1, 193, 257,  64, false, kHeads,    {},   kSm90},
     {"sm90_64_causal",    b16, 1, 1, 1, 385, 384,  64, true,  kRows,     {},   kSm90},
+    {"sm90_77",           b16, 3, 2, 1,  77,  77,  64, true,  kRows,     {},   kSm90},
     {"sm90_40",           b16, 1, 1, 1, 191, 127,  40, false, kSlices,   {},   kSm90},
     {"sm90_96",           b16, 1, 1, 1, 193, 289,  96, false, kRows,     {},   kSm90},
     {"sm90_80_causal",    f16, 1, 2, 2, 192, 193,  80, true,  kSlices,   {},   kSm90},
