@@ -135,7 +135,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             const uint32_t end = work.end();
 #pragma unroll 1
             for (; i < end; i++) {
-                if (kDqParts == 2 || has_turn(i)) add_row_block<true>(i, t, late_t, is_added);
+                if (forms_dq(i)) add_row_block<true>(i, t, late_t, is_added);
                 else add_row_block<false>(i, t, late_t, is_added);
                 if (late_t != t && t > 0) end_dq(late_t);
                 late_t = t, is_added = false;
@@ -169,7 +169,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         mods.apply(transposed(score_tile(acc_s, key(work), row(block))),
                    [&](int i, int j) -> float & { return acc_dp[i / 2][j % 2 * 2 + i % 2]; });
     }
-    template <bool kHasTurn> __device__ void add_row_block(uint32_t i, uint32_t t, uint32_t late_t, bool is_added) {
+    template <bool kForms> __device__ void add_row_block(uint32_t i, uint32_t t, uint32_t late_t, bool is_added) {
         const uint32_t stage = warp_uniform(i) % kStages;
         const BwdWorkItem<Shape> &work = shared.work_of(t);
         shared.rows.consumer_wait(i);
@@ -211,24 +211,22 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         }
         if (kDropout && !kMods) drop(acc_dp, shared.delta[stage], kept, float(p.keep_scale), lane_idx);
         form_ds(i, kept);
-        constexpr bool kForms = kDqParts > 1 || kHasTurn, kFormsTwo = kDqParts == 3 && kHasTurn;
-        auto end_part = [&](int part) {
+        auto end_dq_part = [&](int part) {
             shared.ds.consumer_release(i, lane_idx);
-            if (!is_added) add_part(i, part);
+            if (!is_added) add_dq_part(i, part);
         };
-        if constexpr (kForms) form_dq(i, late_t, kFormsTwo ? 2 : own_part());
+        if (kDqParts == 3 && has_turn(i)) {
+            form_dq(i, late_t, 2);
+            warpgroup_wait<0>(acc_dq());
+            end_dq_part(2);
+        }
+        if constexpr (kForms) form_dq(i, late_t, own_part());
         warpgroup_arrive();
         multiply_ab<T>(acc_dv, operands(0), shared.sdO[stage]);
-        if constexpr (kFormsTwo) {
-            warpgroup_wait<1>(acc_dq());
-            end_part(2);
-            form_dq(i, late_t, own_part());
-            warpgroup_arrive();
-        }
         multiply_ab<T>(acc_dk, operands(1), shared.sQ[stage]);
         if constexpr (kForms) {
-            warpgroup_wait<kFormsTwo ? 1 : 2>(acc_dq());
-            end_part(own_part());
+            warpgroup_wait<2>(acc_dq());
+            end_dq_part(own_part());
         }
     }
 
@@ -259,10 +257,11 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         __syncwarp();
         if (lane_idx == 0) mbarrier_arrive(shared.ds.full_barrier(i + 1));
     }
-    // Of three parts of dQ a consumer has one, and in turn the last one. A lone part is formed in turns.
+    // Each consumer has a part of dQ. A third one, or the only one, they take in turns.
     __device__ bool has_turn(uint32_t i) const { return i % Shape::kConsumers == consumer; }
+    __device__ bool forms_dq(uint32_t i) const { return kDqParts > 1 || has_turn(i); }
     __device__ int own_part() const { return kDqParts > 1 ? consumer : 0; }
-    __device__ void add_part(uint32_t i, int part) {
+    __device__ void add_dq_part(uint32_t i, int part) {
         add_dq(p, shared, i - 1, 4 * part + warp_idx, lane_idx, acc_dq());
     }
     __device__ void form_dq(uint32_t i, uint32_t t, int part) {  // row block i - 1 of work item t
@@ -276,9 +275,9 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         auto add = [&](int part) {
             form_dq(i, t, part);
             warpgroup_wait<0>(acc_dq());
-            add_part(i, part);
+            add_dq_part(i, part);
         };
-        if (kDqParts > 1 || has_turn(i)) add(own_part());
+        if (forms_dq(i)) add(own_part());
         if (kDqParts == 3 && has_turn(i)) add(2);
     }
 
