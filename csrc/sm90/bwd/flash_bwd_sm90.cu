@@ -1,4 +1,5 @@
-// FlashAttention backward on Hopper's tensor cores (sm_90a), fp16 and bf16 with fp32 sums, head_dim to 128.
+// FlashAttention backward on Hopper's tensor cores (sm_90a), fp16 and bf16 with fp32 sums, head_dim to 128, or to 192
+// where that of v is at most 128.
 // A block of threads takes one work item, kBlockN keys, after the other. Its products are those of
 // sm80/flash_bwd_sm80.cu, and a consumer has 64 keys:
 //   S = K Qᵀ                     [64, kBlockM]
@@ -329,9 +330,10 @@ template <typename T, typename Shape> void launch_kernel(const AttnBackwardParam
     launch_bwd<T, Shape, sizeof(BwdSharedMemory<Shape>)>(p, kernel);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages, kChunks, kMasked}. 64 rows leave registers for dropout, changed scores and
-// chunks. 80 rows are slower below 2048 rows, or at 2048 under a causal mask (journal). Packed batches of any length
-// have the same tiles: a sample's bits must not depend on it.
+// {kHeadDim, kConsumers, kBlockM, kStages, kChunks, kMasked, kHeadDimV}. 64 rows leave registers for dropout, changed
+// scores and chunks. 80 rows are slower below 2048 rows, or at 2048 under a causal mask (journal). Beside a dK of 192
+// columns there are registers for 48 rows. Packed batches of any length have the same tiles: a sample's bits must not
+// depend on it.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
     if (p.head_dim > 128) return f.template operator()<BwdShape<192, 2, 48, 2, false, false, 128>>();
     if (p.block_mask.rows)
@@ -348,7 +350,7 @@ template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
                                             : f.template operator()<BwdShape<128, 2, 64, 2>>();
 }
 
-// V and dO up to 128 columns leave registers for dK of 192.
+// Whether flash_bwd_wide_sm90.cu serves it: dropout and masks come in tiles of 64 rows.
 static bool is_wide(const AttnBackwardParams &p) {
     return p.max_head_dim() > (p.head_dim_v > 128 || p.dropout_seed || p.has_mods() ? 128 : 192);
 }
