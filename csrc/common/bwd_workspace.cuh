@@ -91,7 +91,8 @@ template <typename Shape> struct BwdWorkspace {
     }
     // Accumulators of 16 keys; dk is the lane's first place.
     template <int kDTiles, int kDVTiles>
-    __device__ void store_split(float *dk, const float (&acc_dk)[kDTiles][4], const float (&acc_dv)[kDVTiles][4]) const {
+    __device__ void store_split(float *dk, const float (&acc_dk)[kDTiles][4],
+                                const float (&acc_dv)[kDVTiles][4]) const {
         float *dv = dk + dkv_floats;
 #pragma unroll
         for (int d = 0; d < kDTiles; d++)

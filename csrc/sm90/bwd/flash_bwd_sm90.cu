@@ -291,12 +291,12 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
                                   16 * warp_idx, rows, x.row_stride, work.seq.padded_k - key0, cols - col);
         };
         store_keys(acc_dv, p.dv_scale, p.dv, p.head_dim_v, 0);
-        __syncwarp();
-        store_keys(acc_dk, p.dk_scale, p.dk, p.head_dim, 0);
-        if constexpr (kDTiles > kDVTiles) {  // as many columns again: some are the same
+        auto store_dk = [&](int col) {
             __syncwarp();
-            store_keys(acc_dk, p.dk_scale, p.dk, p.head_dim, 8 * (kDTiles - kDVTiles));
-        }
+            store_keys(acc_dk, p.dk_scale, p.dk, p.head_dim, col);
+        };
+        store_dk(0);
+        if (kDTiles > kDVTiles) store_dk(8 * (kDTiles - kDVTiles));  // the last columns of a tile that is wider than sV
         fence_proxy_async();  // unobserved by the emulator: it would be if TMA wrote to sV at once
     }
 };
