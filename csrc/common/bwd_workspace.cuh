@@ -93,15 +93,16 @@ template <typename Shape> struct BwdWorkspace {
         return dkv_accum(p, split_idx) + (bh * padded_keys + (tile.block * kBlockN + key)) * kHeadDim;
     }
     // Accumulators of 16 keys; dk is the lane's first place.
-    template <int kDTiles>
-    __device__ void store_split(float *dk, const float (&acc_dk)[kDTiles][4], const float (&acc_dv)[kDTiles][4]) const {
+    template <int kDTiles, int kDVTiles>
+    __device__ void store_split(float *dk, const float (&acc_dk)[kDTiles][4],
+                                const float (&acc_dv)[kDVTiles][4]) const {
         float *dv = dk + dkv_floats;
 #pragma unroll
         for (int d = 0; d < kDTiles; d++)
             for (int i = 0; i < 2; i++) {
                 const int at = 8 * i * kHeadDim + 8 * d;
                 *reinterpret_cast<float2 *>(dk + at) = {acc_dk[d][2 * i], acc_dk[d][2 * i + 1]};
-                *reinterpret_cast<float2 *>(dv + at) = {acc_dv[d][2 * i], acc_dv[d][2 * i + 1]};
+                if (d < kDVTiles) *reinterpret_cast<float2 *>(dv + at) = {acc_dv[d][2 * i], acc_dv[d][2 * i + 1]};
             }
     }
 };
