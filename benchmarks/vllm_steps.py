@@ -74,11 +74,11 @@ class Replay:
         self.slots = full(tokens, value=-1, dtype=torch.int64)
         self.builder = integration.Builder(None, [], None, device)
         with torch.device(device):
-            sinks = torch.randn(layer["num_heads"], generator=self.generator, dtype=dtype)
+            self.sinks = torch.randn(layer["num_heads"], generator=self.generator, dtype=dtype)
             self.attend = integration.Attend(
                 layer["num_heads"], width // 2, (width // 2)**-0.5, nheads_k, layer["slopes"],
                 sliding_window=layer["window"] + 1 or None, logits_soft_cap=layer["softcap"] or None,
-                sinks=sinks if layer["has_sinks"] else None)
+                sinks=self.sinks if layer["has_sinks"] else None)
 
     def fill(self, step):
         """Put a step into the buffers. Returns how many tokens and samples it has."""

@@ -37,11 +37,13 @@ def check_step(replay, step, call):
     call(tokens, samples)
     torch.testing.assert_close(replay.cache, want_cache, rtol=0, atol=0, equal_nan=True)
     k, v = replay.cache.double().split(replay.head_dim, -1)
-    options = {name: x.double() if name == "sinks" and x is not None else x for name, x in replay.attend.options.items()}
+    layer, device = replay.layer, replay.cache.device
     want = attention_with_kvcache(
         replay.q[None, :tokens].transpose(1, 2).double(), k, v, replay.lengths[:samples].clone(),
-        page_table=replay.table[:samples], cu_seqlens_q=replay.starts[:samples + 1].clone(), **options,
-        backend="reference")
+        page_table=replay.table[:samples], cu_seqlens_q=replay.starts[:samples + 1].clone(), causal=True,
+        window_size=(layer["window"], -1), softcap=layer["softcap"],
+        sinks=replay.sinks.double() if layer["has_sinks"] else None,
+        alibi_slopes=torch.tensor(layer["slopes"], device=device) if layer["slopes"] else None, backend="reference")
     close(replay.out[:tokens], want[0].transpose(0, 1), TOLERANCE[replay.out.dtype])
 
 
@@ -106,6 +108,18 @@ def test_refused(integration):
     for prefix, causal, match in ((16, True, "cascade"), (0, False, "causal"), (0, torch.tensor([True]), "causal")):
         with pytest.raises(NotImplementedError, match=match):
             builder.build(prefix, SimpleNamespace(causal=causal))
+
+
+@pytest.mark.parametrize("name", vllm_steps.TIMED)
+def test_benchmark_compares_equals(name, integration):
+    replay = Replay(vllm_steps.enlarged(RECORDED[name], 4, 2, 16, 3), DEVICE, torch.float32, integration)
+    replay.cache.normal_(generator=replay.generator)
+    (starts, longest, *_), = replay.layer["steps"]
+    replay.fill(replay.layer["steps"][0])
+    replay.run(longest)
+    out = vllm_steps.by_torch(replay)().transpose(1, 2)
+    for x, begin, end in zip(out, starts, starts[1:]):
+        close(replay.out[begin:end], x[longest - end + begin:].double(), TOLERANCE[torch.float32])
 
 
 def test_benchmark_prints_rows(capsys):
