@@ -5,10 +5,10 @@
 tests/integrations/vllm_steps.json says for some layers where the rows and keys of each step are, and the slots of new
 keys. The layer is that of minimal_attn/integrations/vllm.py. It needs nothing of vLLM but names, which stand here.
 
-Timed are steps that decode, with the layer of a large model: 32 query heads, 8 key heads, head_dim 128, and 64 times as
-many keys as recorded. A call is the replay of a CUDA graph. The columns of the host are what a layer takes of it outside
-of graphs. torch's scaled_dot_product_attention gets a copy of the pages; it has no sinks and no softcap. On a CPU all is
-small, for the tests.
+Timed are steps that decode, with the layer of a large model: 32 query heads, 8 key heads, head_dim 128, and 64 times
+as many keys as recorded. A call is the replay of a CUDA graph. The columns of the host are what a layer takes of it
+outside of graphs. torch's scaled_dot_product_attention gets a copy of the pages; it has no sinks and no softcap. On a
+CPU all is small, for the tests.
 """
 
 import importlib

@@ -7,11 +7,15 @@ line for each call of our attention.
 """
 
 import functools
-import importlib
 import json
 import os
 import sys
 from pathlib import Path
+
+import torch
+import transformers
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import DeviceCapability
 
 SIZES = dict(vocab_size=128, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=32, initializer_range=0.2, max_position_embeddings=256)
@@ -37,7 +41,8 @@ ENGINES = dict.fromkeys(MODELS, {"own": {}, "ours": {}}) | {
     "processes": {"ours": dict(tensor_parallel_size=2, distributed_executor_backend="mp")}}
 # Prompts of more than 32 tokens are read in chunks.
 BASE = dict(skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=128, block_size=32, seed=0,
-            max_num_batched_tokens=32, max_num_seqs=4, num_gpu_blocks_override=64, enable_prefix_caching=False, disable_log_stats=False)
+            max_num_batched_tokens=32, max_num_seqs=4, num_gpu_blocks_override=64, enable_prefix_caching=False,
+            disable_log_stats=False)
 # kind: {name of a fault: what it changes in the options of a layer}
 FAULTS = {
     "window": {"no_window": lambda x: x | dict(window_size=(-1, -1)),
@@ -53,9 +58,6 @@ METRICS = "num_preemptions", "prefix_cache_hits", "spec_decode_num_draft_tokens"
 
 def make_model(kind, folder):
     """The model in a folder, as vLLM reads it. Its tokens vary: it does not say the same one again and again."""
-    import torch
-    import transformers
-
     torch.manual_seed(0)
     name, more = MODELS[kind]
     made = getattr(transformers, name)
@@ -70,8 +72,6 @@ def make_model(kind, folder):
 
 def prompts():
     """More than run at once. The last two begin with the first 64 tokens of another, and some repeat themselves."""
-    import torch
-
     generator = torch.Generator().manual_seed(1)
     made = [torch.randint(SIZES["vocab_size"], (n,), generator=generator).tolist() for n in (5, 70, 100, 1, 12)]
     return [*made[:4], made[4] * 3, made[1][:64] + [5], made[2][:64] + [7, 8]]
@@ -80,8 +80,23 @@ def prompts():
 # What vLLM loads in each of its processes, by an entry point that test_vllm.py makes.
 
 def platform():
-    """The name of a platform, as vLLM's own one for CPUs but for the choice of an attention backend."""
-    return "engine_platform.Cpu"
+    return "engine.Cpu"
+
+
+class Cpu(CpuPlatform):
+    """vLLM's platform for CPUs, which takes our attention where an engine asks for it: vLLM's own one never does."""
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+        if selected_backend is None or selected_backend.name != "CUSTOM":
+            return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        backend = selected_backend.get_class()
+        reasons = backend.validate_configuration(device_capability=DeviceCapability(9, 0),
+                                                 **attn_selector_config._asdict())
+        if reasons:  # as on CUDA
+            raise ValueError(f"{selected_backend} is not valid for this configuration: {reasons}")
+        watch(backend.get_impl_cls())
+        return selected_backend.get_path()
 
 
 @functools.cache
@@ -124,26 +139,24 @@ def answers(llm):
 
 
 def main(kind, folder):
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_PLUGINS="minimal_attn,"
-                      "test_platform", VLLM_LOGGING_LEVEL="ERROR", TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-                      VLLM_ENABLE_V1_MULTIPROCESSING=str(int(kind == "processes")))
     folder = Path(folder)
     (folder / "calls").mkdir()
     os.environ["ENGINE_CALLS"] = str(folder / "calls")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(kind == "processes"))
     make_model(kind, folder / "model")
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     results = {}
     for name, options in ENGINES[kind].items():
-        os.environ["ENGINE"] = name
+        os.environ["ENGINE"] = name  # which watch() writes down
         llm = LLM(str(folder / "model"), attention_backend=None if name == "own" else "CUSTOM", **BASE | options)
-        results[name] = {"answers": answers(llm), "metrics": {
-            x.name.removeprefix("vllm:"): x.value for x in llm.get_metrics() if x.name.removeprefix("vllm:") in METRICS}}
+        found = answers(llm)
+        metrics = {x.name.removeprefix("vllm:"): x for x in llm.get_metrics()}
+        results[name] = {"answers": found, "metrics": {x: metrics[x].value for x in METRICS if x in metrics}}
         os.environ["ENGINE"] = ""
-        if name == "ours":
-            for fault, change in FAULTS.get(kind, {}).items():
-                results[fault] = {"answers": with_fault(llm, change)}
+        for fault, change in FAULTS.get(kind, {}).items() if name == "ours" else ():
+            results[fault] = {"answers": with_fault(llm, change)}
         del llm
         cleanup_dist_env_and_memory()
     (folder / "results.json").write_text(json.dumps(results))
@@ -164,4 +177,4 @@ def with_fault(llm, change):
 
 
 if __name__ == "__main__":
-    importlib.import_module("engine").main(*sys.argv[1:])
+    main(*sys.argv[1:])

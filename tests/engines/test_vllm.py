@@ -25,6 +25,9 @@ from engine import BASE, ENGINES, FAULTS, NEW_TOKENS, SIZES, WINDOW, prompts  # 
 ROOT = Path(__file__).parents[2]
 STEPS = ROOT / "tests" / "integrations" / "vllm_steps.json"
 NUM_STEPS = 60  # of an engine at most, in the record
+ENV = dict(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR",
+           VLLM_PLUGINS="minimal_attn,test_platform", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",
+           TORCHDYNAMO_DISABLE="1")  # vLLM compiles the ranks of log-probabilities
 TOLERANCE = 1e-3  # of log-probabilities, whose largest differences are below 3e-5
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(300)]
@@ -46,7 +49,7 @@ def ran(tmp_path_factory):
         folder = tmp_path_factory.mktemp(kind)
         path = os.pathsep.join([str(plugin), str(Path(__file__).parent)])
         done = subprocess.run([sys.executable, str(Path(__file__).parent / "engine.py"), kind, str(folder)],
-                              env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+                              env={**os.environ, **ENV, "PYTHONPATH": path}, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return json.loads((folder / "results.json").read_text()), {
             file.name: [json.loads(line) for line in file.read_text().splitlines()]
@@ -103,7 +106,8 @@ def test_a_fault_fails(ran, kind, fault):
 
 
 @pytest.mark.parametrize("kind, option, value", [
-    ("window", "window", WINDOW - 1), ("sinks", "has_sinks", True), ("softcap", "softcap", 1.0), ("alibi", "slopes", None)])
+    ("window", "window", WINDOW - 1), ("sinks", "has_sinks", True), ("softcap", "softcap", 1.0),
+    ("alibi", "slopes", None)])
 def test_layers_have_the_option(calls, kind, option, value):
     found = [call[option] for call in calls(kind, "ours")]
     assert value in found if value is not None else all(len(set(x)) == 4 for x in found)
@@ -203,7 +207,8 @@ def test_steps_are_recorded(calls):
         for i, layer in enumerate(layers):
             if layer["window"] not in [x["window"] for x in layers[:i]]:
                 found[f"{kind}-{engine}-{i}"] = layer
-    text = "{\n" + ",\n".join(f"{json.dumps(x)}: {json.dumps(y, separators=(',', ':'))}" for x, y in found.items()) + "\n}\n"
+    lines = ",\n".join(f"{json.dumps(x)}: {json.dumps(y, separators=(',', ':'))}" for x, y in found.items())
+    text = "{\n" + lines + "\n}\n"
     if os.environ.get("MINIMAL_ATTN_RECORD") == "1":
         STEPS.write_text(text)
     assert len(text) < 150_000 and STEPS.read_text() == text

@@ -110,8 +110,8 @@ def test_local_attention(backend):
     """Llama 4's chunks, here of 16 tokens, as samples of their own: SGLang cuts the rows and the table."""
     x = serving(backend, (1, 5, 20))
     table = x.given["page_table"]
-    rows, keys, pages = zip(*((1, 9, table[0, :1]), (5, 5, table[1, :1]), (3, 16, table[2, :1]), (16, 16, table[2, 1:2]),
-                              (1, 1, table[2, 2:3])))
+    rows, keys, pages = zip((1, 9, table[0, :1]), (5, 5, table[1, :1]), (3, 16, table[2, :1]), (16, 16, table[2, 1:2]),
+                            (1, 1, table[2, 2:3]))
     out = call(x, backend, page_table=torch.stack(pages), cache_seqlens=ints(*keys), cu_seqlens_q=starts(rows),
                cu_seqlens_k_new=None, max_seqlen_q=16, sinks=None)
     check(out, want(x, causal=True, attention_chunk=16))
