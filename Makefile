@@ -3,6 +3,7 @@
 # make test-all: run all tests
 # make gpu-record: run all tests that one GPU has a part in, and write tests/gpu_record/; some of them: PARTS="caches tools"
 # make campaign: run long draws of shapes, every fault that the emulator can see, and what CI leaves out of long grids
+# make vllm: run vLLM's own engine with our attention, on the CPU, in an environment of its own: about 8 minutes
 # make wheel: build dist/*.whl for every torch from 2.11 on, with nvcc of CUDA 13: about an hour of one core
 # make docs: write the tables, pictures and pages of README.md and docs/ from benchmarks/h200/*.json
 # make report: print every recorded ratio of speeds beside its goal
@@ -57,6 +58,16 @@ gpu-record: packages
 	        --junitxml tests/gpu_record/$$(echo $$part | tr / .).xml || status=1; \
 	done; sed -i 's|$(CURDIR)/||g' tests/gpu_record/*.xml; exit $$status
 
+# vLLM pins a torch and a transformers of its own. Its tests are no part of make test, which skips them.
+vllm: .venv-vllm/stamp
+	@.venv-vllm/bin/python -m pytest tests/engines
+
+.venv-vllm/stamp: tests/engines/constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q --no-deps -r $<
+	MINIMAL_ATTN_SOURCES_ONLY=1 .venv-vllm/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
 docs report: NEEDS = filelock matplotlib ninja rich
 docs: packages
 	@$(PY) benchmarks/write_docs.py
@@ -80,7 +91,7 @@ packages: $(VENV)
 	@touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis minimal_attn/_C*.so
+	rm -rf .venv .venv-vllm build dist *.egg-info .pytest_cache .hypothesis minimal_attn/_C*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help demo test test-all gpu-record campaign docs report wheel packages clean
+.PHONY: help demo test test-all gpu-record campaign vllm docs report wheel packages clean

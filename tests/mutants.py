@@ -43,6 +43,7 @@ ACTIVATE, FACADE, ERRORS = (f"facade/test_{name}.py" for name in ("activate", "f
 RANKS = "distributed/test_distributed.py"
 SHARDS = "distributed/test_shards.py"
 OF_TRANSFORMERS = "integrations/test_integrations_transformers.py"
+OF_VLLM = "integrations/test_vllm_steps.py"
 
 # (file, name, what is there once, what the fault puts in its place, arguments of pytest below tests/). The name says
 # what goes wrong. Where nothing in `make test` sees a fault, "slow" stands before other tests.
@@ -312,6 +313,9 @@ MUTANTS = [
     ("minimal_attn/integrations/transformers.py", "keys_beyond_static_cache",
      "key[:, :, :mask.num_keys], value[:, :, :mask.num_keys]", "key, value",
      f"{OF_TRANSFORMERS} integrations/test_transformers.py -k 'generat or cache or static'"),
+    ("minimal_attn/integrations/vllm.py", "vllm_window_one_key_too_wide", "(sliding_window - 1, 0)",
+     "(sliding_window, 0)", OF_VLLM),
+    ("minimal_attn/integrations/vllm.py", "vllm_sinks_are_lost", "sinks=sinks,", "sinks=None,", OF_VLLM),
     ("minimal_attn/integrations/transformers.py", "sinks_are_lost", "sinks=s_aux", "sinks=None",
      "integrations/test_transformers_attend.py -k 'arguments'"),
     ("minimal_attn/backends/auto.py", "fp8_goes_to_csrc", 'return "triton"', "return _first_available()",

@@ -87,8 +87,8 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
                            v_descale: Tensor | None = None, qv: Tensor | None = None,
                            page_table: Tensor | None = None, attention_chunk: int = 0, num_splits: int = 0,
                            pack_gqa: bool | None = None, scheduler_metadata: Tensor | None = None, sm_margin: int = 0,
-                           fa_version: int | None = None, score_mod: None = None, mask_mod: None = None,
-                           aux_tensors: None = None, dynamic_causal: bool | None = None,
+                           fa_version: int | None = None, ver: int | None = None, score_mod: None = None,
+                           mask_mod: None = None, aux_tensors: None = None, dynamic_causal: bool | None = None,
                            min_seqlen_k: int | None = None, gather_kv_indices: Tensor | None = None,
                            dropout_seed: Tensor | None = None, backend: str = "auto",
                            _names: dict = NAMES["flash_attn_varlen_func"]) -> Result:
@@ -101,7 +101,7 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
             keys a sample has. As in flash-attn 2, cu_seqlens_k may say it in its place, by the differences of its
             entries. Without both, all pages are full. There is no dropout and no gradient. num_splits as
             attention_with_kvcache.
-        scheduler_metadata: changes nothing.
+        scheduler_metadata, ver: change nothing.
         dynamic_causal, min_seqlen_k, gather_kv_indices: only None, False and 0 are supported.
         All others: as flash_attn_func and flash_attention, but out is (Tq, H, D).
 

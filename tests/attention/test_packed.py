@@ -140,7 +140,7 @@ def test_positions_are_those_of_flash_attn_2(name):
     assert named >= KEYWORDS
     if "varlen" in name:
         assert named >= {"seqused_q", "seqused_k", "scheduler_metadata", "page_table", "dynamic_causal", "min_seqlen_k",
-                         "gather_kv_indices"}
+                         "gather_kv_indices", "ver"}
     assert not any(x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD) for x in parameters)
 
 

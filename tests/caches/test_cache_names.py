@@ -1,5 +1,5 @@
-"""Caches by the names of others: the calls of vLLM, SGLang, transformers and flash-attn's tests, with new keys and
-without, their signatures, and flash_attn_combine.
+"""Caches by the names of others: the calls of vLLM, transformers and flash-attn's tests, with new keys and without,
+their signatures, and flash_attn_combine. tests/integrations/test_sglang.py has those of SGLang.
 
 test_kvcache.py and test_append.py have what the calls mean.
 """
@@ -108,11 +108,6 @@ def serving(backend=None, rows=(1, 5, 3), has_new=False, layout="rows", **option
                    (packed_rows(out), lse[0], rows_first(k), rows_first(v)))
 
 
-def pages_of_one_key(table):
-    places = torch.arange(16, device=table.device, dtype=torch.int32)
-    return (table[:, :, None].clamp(0) * 16 + places).flatten(1)
-
-
 @pytest.mark.parametrize("has_new", [False, True])
 def test_call_of_vllm(backend, has_new):
     """One call for prefill and decode, after an append by slots. K and V are halves of one tensor, and the result goes
@@ -139,23 +134,6 @@ def test_call_of_vllm(backend, has_new):
         q_descale=None, k_descale=None, v_descale=None, num_splits=32, s_aux=given["sinks"], return_softmax_lse=True,
         backend=backend)
     assert out is output
-    x.check(out, lse)
-
-
-@pytest.mark.parametrize("has_new", [False, True])
-def test_call_of_sglang(backend, has_new):
-    """A mixed batch, packed, by flash-attn 3's names, with pages of one key. cu_seqlens_k_new is given without new keys
-    too."""
-    x = serving(backend, has_new=has_new)
-    k_cache, v_cache = (y.view(-1, 1, *y.shape[2:]) for y in x.caches)
-    out, lse, *rest = flash_attn_with_kvcache(
-        q=x.q, k_cache=k_cache, v_cache=v_cache, k=x.k, v=x.v, page_table=pages_of_one_key(x.given["page_table"]),
-        cache_seqlens=x.given["seqused_k"], cu_seqlens_q=x.given["cu_seqlens_q"],
-        cu_seqlens_k_new=x.given.get("cu_seqlens_k_new", ints(0, 9, 14, 47)), max_seqlen_q=5,
-        softmax_scale=32**-0.5, causal=True, window_size=(-1, -1), softcap=0.0, k_descale=None, v_descale=None,
-        return_softmax_lse=True, num_splits=0, out=torch.empty_like(x.q), ver=3, sinks=x.given["sinks"],
-        backend=backend)
-    assert rest == []
     x.check(out, lse)
 
 

@@ -322,7 +322,8 @@ def test_sdist_and_wheel_without_torch_hold_the_sources(tree, tmp_path, no_torch
     assert names >= {re.sub("^csrc", "minimal_attn/csrc", file) for file in files if "/" in file}
     assert not any(name.endswith(".so") for name in names)
     scripts = zipfile.ZipFile(wheel).read("minimal_attn-0.1.0.dist-info/entry_points.txt").decode()
-    assert scripts.split() == ["[console_scripts]", "minimal-attn", "=", "minimal_attn.cli:main"]
+    assert scripts.split() == ["[console_scripts]", "minimal-attn", "=", "minimal_attn.cli:main",
+                               "[vllm.general_plugins]", "minimal_attn", "=", "minimal_attn.integrations.vllm:register"]
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from code_digest import RECORD
 pytestmark = pytest.mark.cpu
 
 FOLDERS = {file.parent.name for file in RECORD.parents[1].rglob("test_*.py")}
-# Two GPUs run those of distributed/, and `make campaign` those of emulator/.
-PARTS = FOLDERS - {"distributed", "emulator"}
+# Two GPUs run those of distributed/, `make campaign` those of emulator/, and `make vllm` those of engines/, on a CPU.
+PARTS = FOLDERS - {"distributed", "emulator", "engines"}
 
 
 @pytest.fixture(scope="module")
