@@ -20,7 +20,8 @@ from .measure import FP8_DTYPE_NAMES, MEASURED, each, normal, numbers_of, timed,
 # The columns of rows, by their op: those between sizes and numbers, and those behind the numbers.
 SIZES = ("head_dim", "causal", "batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
 COLUMNS = {op: ("op", "impl", "dtype", *SIZES, *more.split(), *MEASURED, *behind.split()) for op, more, behind in (
-    ("forward", "", ""), ("backward", "deterministic dropout_p", ""), ("forward_backward", "", ""),
+    ("forward", "head_dim_v", ""), ("backward", "head_dim_v deterministic dropout_p", ""),
+    ("forward_backward", "head_dim_v", ""),
     ("varlen", "lengths", ""), ("varlen_backward", "lengths", ""), ("window", "window_size", ""), ("sinks", "", ""),
     ("scores", "score", ""), ("decode", "page_size lengths", "us read_gbps"), ("append", "page_size lengths", "us"),
     ("mixed", "page_size prefill", "us"), ("block_masks", "mask", ""), ("block_masks_backward", "mask", ""))}
@@ -97,8 +98,8 @@ def shape_of(text, form):
             raise ValueError(f"{more!r} stands behind the sizes")
         b, h, seqlen_q, d, *keys = ints(sizes.split(","), 4, 6)
         shape = Shape(b, h, seqlen_q, d, *(keys or (h, seqlen_q)), more or "none" * ("none" in form))
-    page, prefill = (shape.options.get(x, 1) for x in ("page", "prefill"))
-    if shape.nheads % shape.nheads_k or shape.head_dim > MAX_HEAD_DIM:
+    page, prefill, head_dim_v = (shape.options.get(x, 1) for x in ("page", "prefill", "v"))
+    if shape.nheads % shape.nheads_k or max(shape.head_dim, head_dim_v) > MAX_HEAD_DIM:
         raise ValueError(f"H must be a multiple of Hk, and D at most {MAX_HEAD_DIM}")
     if shape.seqlen_k % page or prefill > shape.seqlen_k:
         raise ValueError("Sk must be a multiple of the page size, and a prefill at most Sk")
@@ -137,9 +138,8 @@ def gradients_of(forward, q, k, v, dout):
 class Case:
     """One setting of attention. truth and tolerance are tuples, or None where not even one head fits in fp64."""
 
-    # {gradients: (op of rows, FLOPs over those of a forward pass)}. A backward pass has five products, as it forms Q Kᵀ
-    # again, and a forward pass has two.
-    passes = {None: ("forward", 1), backward_of: ("backward", 2.5), step_of: ("forward_backward", 3.5)}
+    # {gradients: (op of rows, products as wide as q and as v)}. A backward pass has five, as it forms Q Kᵀ again.
+    passes = {None: ("forward", 1, 1), backward_of: ("backward", 3, 2), step_of: ("forward_backward", 4, 3)}
 
     def __init__(self, op, setting, device):
         self.op, self.device = op, device
@@ -148,16 +148,18 @@ class Case:
         torch.manual_seed(0)
         q, k, v = self.inputs()
         self.call = self.make_call()
-        self.pass_name, flops = self.passes[op.gradients]
-        self.flops = flops * 4 * self.shape.nheads * self.shape.head_dim * self.pairs()
-        self.out_bytes = q.nbytes * (2 if self.dtype in FP8_DTYPE_NAMES else 1)
+        self.pass_name, of_q, of_v = self.passes[op.gradients]
+        head_dim, head_dim_v = self.shape.head_dim, v.shape[-1]
+        self.flops = 2 * self.shape.nheads * (of_q * head_dim + of_v * head_dim_v) * self.pairs()
+        self.out_bytes = q.nbytes * head_dim_v // head_dim * (2 if self.dtype in FP8_DTYPE_NAMES else 1)
         bias = self.call.keywords.get("attn_bias")
         self.bytes = q.nbytes + k.nbytes + v.nbytes + self.out_bytes + (0 if bias is None else bias.nbytes)
         tensors = [q, k, v]
         if op.gradients:
-            tensors = [*(x.requires_grad_() for x in tensors), torch.randn_like(q)]
+            dout = torch.randn_like(q[..., :1].expand(*q.shape[:-1], head_dim_v))
+            tensors = [*(x.requires_grad_() for x in tensors), dout]
             forward_bytes, self.out_bytes = self.bytes, q.nbytes + k.nbytes + v.nbytes
-            self.bytes = 2 * self.out_bytes + 2 * q.nbytes  # dout and out, which gives delta
+            self.bytes = 2 * self.out_bytes + 2 * dout.nbytes  # dout and out, which gives delta
             self.bytes += forward_bytes if op.gradients is step_of else 0
         self.args = *tensors, self.call
         self.truth = self.tolerance = None
@@ -178,7 +180,7 @@ class Case:
         if self.shape.kind == "packed":
             total = sum(lengths_of(self.shape.more))
             return [normal((total, heads, d), self.device, self.dtype).transpose(0, 1)[None] for heads in (h, h_k, h_k)]
-        sizes = (b, h, seqlen_q, d), (b, h_k, seqlen_k, d), (b, h_k, seqlen_k, d)
+        sizes = (b, h, seqlen_q, d), (b, h_k, seqlen_k, d), (b, h_k, seqlen_k, self.options.get("v", d))
         return [normal(size, self.device, self.dtype) for size in sizes]
 
     def make_call(self):
@@ -335,7 +337,7 @@ class Case:
         of_kind = {"packed": "varlen_backward" if self.op.gradients else "varlen", "window": "window", "sinks": "sinks"}
         op = of_kind.get(kind, self.op.row or self.pass_name)
         known = {"op": op, "impl": name, "dtype": self.dtype, "causal": self.causal, "prefill": options.get("prefill"),
-                 "deterministic": kind == "deterministic", "dropout_p": options.get("dropout", 0.0),
+                 "head_dim_v": options.get("v", self.shape.head_dim), "deterministic": kind == "deterministic", "dropout_p": options.get("dropout", 0.0),
                  "score": kind if kind in SCORES else "none", "page_size": options.get("page", 0),
                  "mask": kind.partition(" ")[2],
                  "lengths": self.shape.more if kind == "packed" else

@@ -58,6 +58,7 @@ CACHES = ["1,32,1,128,8,1024", "1,32,1,128,8,8192", "8,32,1,128,8,8192", "64,32,
 GRADIENTS = {name: impl for name, impl in IMPLS.items() if name != "cuda:dmma"}  # its backward pass is that of simt
 
 ATTENTION = Op("Attention forward pass", dict.fromkeys(("cuda", "cpu"), ["16,12,64,64"]), seqlens=SEQLENS,
+               form=f"{DENSE}, also with ' v HEAD_DIM' behind it", more=r"(v [1-9]\d*)?",
                dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES, has_host_cost=True)
 BACKWARD = ATTENTION._replace(title="Attention backward pass", impls=GRADIENTS, dtypes=DTYPE_NAMES,
                               gradients=backward_of, has_host_cost=False)

@@ -217,6 +217,11 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             shared.ds.consumer_release(i, lane_idx);
             if (!is_added) add_dq_part(i, part);
         };
+        if (kDqParts == 3 && has_turn(i)) {
+            form_dq(i, late_t, 2);
+            warpgroup_wait<0>(acc_dq());
+            end_dq_part(2);
+        }
         if constexpr (kForms) form_dq(i, late_t, own_part());
         warpgroup_arrive();
         multiply_ab<T>(acc_dv, operands(0), shared.sdO[stage]);
@@ -224,11 +229,6 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         if constexpr (kForms) {
             warpgroup_wait<2>(acc_dq());
             end_dq_part(own_part());
-        }
-        if (kDqParts == 3 && has_turn(i)) {
-            form_dq(i, late_t, 2);
-            warpgroup_wait<0>(acc_dq());
-            end_dq_part(2);
         }
     }
 
