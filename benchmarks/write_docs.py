@@ -112,7 +112,7 @@ def decode_more():
     """All other calls."""
     rows = [row for row in of("decode")
             if row["page_size"] in (1, 8) or row["seqlen_q"] != 1 or row["lengths"] != "full"]
-    return speeds(rows, "B|S=seqlen_k|tokens=seqlen_q|page|lengths",
+    return speeds(rows, "B|H|S=seqlen_k|tokens=seqlen_q|page|lengths",
                   f"{READ}|cuda=cuda / read|triton=triton / read|cuDNN=cuDNN / read|FA2=FA2 / read")
 
 
@@ -214,8 +214,6 @@ TABLES = {
     "forward_fa3": lambda: speeds(of("forward_fa3"), SIZE, BESIDE_FA3),
     "backward_fa3": lambda: speeds(of("backward_fa3"), SIZE, BESIDE_FA3),
     "heads": lambda: speeds(of("heads"), "B|H|Hk|S|D|causal", "sm90|cuDNN|sm90 / cuDNN"),
-    **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "sm90|cuDNN|FA2|sm90 / best")
-       for name in ("short", "short_backward")},
     "ampere": lambda: speeds(of("sm80,dtype=bfloat16,S!=8192"), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
     "varlen": lambda: packed("varlen", "forward", "sm90", "sm80"),
     "varlen_backward": lambda: packed("varlen_backward", "backward", "sm80"),
@@ -240,7 +238,7 @@ TABLES = {
 
 
 FOLDER = ROOT / "benchmarks/h200"
-RUNS = ("forward.svg", "forward_bf16.svg", "heads.svg", "short.svg", "sm80.png", "backward.png", "fp32.png", "matmul.png",
+RUNS = ("forward.svg", "forward_bf16.svg", "heads.svg", "sm80.png", "backward.png", "fp32.png", "matmul.png",
         "triton.png", "forward_backward.svg", "varlen.svg", "window.svg", "scores.svg", "decode.svg", "block_masks.svg")
 IMPLS = {name: impl for impl, name in NAMES.items()}
 

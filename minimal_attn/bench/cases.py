@@ -337,13 +337,14 @@ class Case:
         of_kind = {"packed": "varlen_backward" if self.op.gradients else "varlen", "window": "window", "sinks": "sinks"}
         op = of_kind.get(kind, self.op.row or self.pass_name)
         known = {"op": op, "impl": name, "dtype": self.dtype, "causal": self.causal, "prefill": options.get("prefill"),
-                 "head_dim_v": options.get("v", self.shape.head_dim), "deterministic": kind == "deterministic", "dropout_p": options.get("dropout", 0.0),
+                 "deterministic": kind == "deterministic", "dropout_p": options.get("dropout", 0.0),
                  "score": kind if kind in SCORES else "none", "page_size": options.get("page", 0),
                  "mask": kind.partition(" ")[2],
                  "lengths": self.shape.more if kind == "packed" else
                  "drawn" if "drawn" in options else "full, warm" if "warm" in options else "full",
                  "window_size": list(self.window_size) if kind == "window" else None}
         known |= self.shape._asdict() | numbers
+        known["head_dim_v"] = options.get("v", known.get("head_dim"))
         return {key: known.get(key) for key in COLUMNS[op]}
 
 
