@@ -153,7 +153,7 @@ template <int kMTiles> struct Softmax {
             for (int i = 0; i < kRows; i++) {
                 if (has_keys[i]) continue;
                 scale_o[i] = 1;
-                for (auto &x : acc_o[i / 2]) x[i % 2 * 2] = x[i % 2 * 2 + 1] = row_max[i] - row_max[i];
+                for (auto &x : acc_o[i / 2]) x[i % 2 * 2] = x[i % 2 * 2 + 1] = row_max[i] - row_max[i];  // 0 or NaN
             }
         rescale(acc_o, scale_o);
 #pragma unroll

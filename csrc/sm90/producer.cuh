@@ -87,7 +87,10 @@ template <typename Shape> struct alignas(16) WorkItem {
     __device__ void extend(const Shape::Input &) {}
 };
 
-// A ring of Q's buffers. For the same work item, consumer c has the buffer after that of consumer c - 1.
+// A ring of Q's buffers. For the same work item, consumer c has the buffer after that of consumer c - 1. If they are
+// not alike, the uses of a buffer belong to different consumers. One waits for its own use by parity: it relies on the
+// use before, of the other consumer, having arrived. Where a tile has two blocks of keys, the ring of K sees to that.
+// Where it has fewer, only the latency of TMA does.
 template <int kBuffers, int kConsumers> struct QRing {
     Barrier full[kBuffers], empty[kBuffers];
     static constexpr bool kAreAlike = kBuffers % kConsumers == 0;  // a consumer has the same ones again and again
@@ -116,7 +119,7 @@ template <typename Shape> struct SharedMemory {
     SmemTile<Shape::kBlockN, Shape::kHeadDimV> sV[Shape::kStages];
     QRing<Shape::kQBuffers, Shape::kConsumers> q;  // consumers end a tile at different times
     Ring<Shape::kStages> k, v;
-    // Twice as many as Q: consumers still read older ones when find_tiles() writes the next.
+    // Twice the work items whose Q the ring holds: consumers still read older ones when find_tiles() writes the next.
     static constexpr int kWorks = (Shape::kQBuffers + Shape::kConsumers - 1) / Shape::kConsumers * 2;
     Shape::WorkItem works[kWorks];
     Ring<1> found;  // from find_tiles() to load_tiles()
@@ -226,8 +229,8 @@ enum class Loads { kAll, kKeys, kValues };
 template <typename Shape, Loads kLoads>
 __device__ void load_tiles(const Params<Shape> &p, typename Shape::SharedMemory &shared) {
     constexpr int kBlockM = Shape::kBlockM, kAhead = 2 * Shape::kStages;
-    // Consumers whose Q is asked for before keys are. The buffer of another one is free once a consumer ends the tile
-    // before, and keys should not wait for that.
+    // kEarly: how many consumers get Q before the first keys are asked for. In a ring that is not alike, consumer 1
+    // gets the buffer that consumer 0 had for the tile before, and keys do not wait for the end of that tile.
     constexpr int kEarly = decltype(shared.q)::kAreAlike ? Shape::kConsumers : 1;
     constexpr bool kKeys = kLoads != Loads::kValues, kValues = kLoads != Loads::kKeys;
     const int lane_idx = Shape::kWarpLoads ? threadIdx.x % 32 : 0;

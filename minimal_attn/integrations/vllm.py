@@ -45,7 +45,7 @@ class Backend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[MultipleOf]:
-        return [MultipleOf(16)]  # of others, Hopper's kernels read no pages
+        return [MultipleOf(16)]  # Hopper's kernels read no pages of other sizes
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -86,7 +86,7 @@ class Builder(AttentionMetadataBuilder[Step]):
     # serves every batch of its number of tokens: single tokens, drafts of several tokens, and prompts.
     _cudagraph_support = AttentionCGSupport.ALWAYS
 
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:  # abstract in vLLM
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata, fast_build: bool = False) -> Step:

@@ -24,11 +24,11 @@ from engine import BASE, ENGINES, FAULTS, NEW_TOKENS, SIZES, WINDOW, prompts  # 
 
 ROOT = Path(__file__).parents[2]
 STEPS = ROOT / "tests" / "integrations" / "vllm_steps.json"
-NUM_STEPS = 60  # of an engine at most, in the record
+NUM_STEPS = 60  # the most that are recorded of an engine
 ENV = dict(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR",
            VLLM_PLUGINS="minimal_attn,test_platform", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",
            TORCHDYNAMO_DISABLE="1")  # vLLM compiles the ranks of log-probabilities
-TOLERANCE = 1e-3  # of log-probabilities, whose largest differences are below 3e-5
+TOLERANCE = 1e-3  # for log-probabilities, whose largest differences are below 3e-5
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(300)]
 ours = pytest.mark.parametrize("kind, engine", [(kind, name) for kind, engines in ENGINES.items() for name in engines
@@ -74,7 +74,7 @@ def check(got, want):
     assert [x[0] for x in got] == [x[0] for x in want]
     for mine, others in zip(got, want):
         for of_tokens, others_of_tokens in zip(mine[1:], others[1:]):
-            if of_tokens:  # those of prompts are not computed with a cache of prefixes
+            if of_tokens:  # with a cache of prefixes, prompts have no log-probabilities
                 torch.testing.assert_close(of_tokens, others_of_tokens, rtol=0, atol=TOLERANCE)
 
 

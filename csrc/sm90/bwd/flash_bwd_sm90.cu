@@ -22,7 +22,7 @@ namespace sm90 {
 template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_, bool kChunks_ = false, bool kMasked_ = false,
           bool kOneTile_ = false, int kHeadDimV_ = kHeadDim_>
 struct BwdShape {
-    static constexpr bool kOneTile = kOneTile_;  // of keys in each head: its dQ is stored, not added to zeros
+    static constexpr bool kOneTile = kOneTile_;  // a head has one tile of keys: dQ is stored, not added to zeros
     static constexpr bool kChunks = kChunks_;  // there may be an attention_chunk
     static constexpr bool kMasked = kMasked_;  // by a block mask
     using Mask = MaskOf<kChunks>;
@@ -297,7 +297,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             store_keys(acc_dk, p.dk_scale, p.dk, p.head_dim, col);
         };
         store_dk(0);
-        if (kDTiles > kDVTiles) store_dk(8 * (kDTiles - kDVTiles));  // the last columns of a tile that is wider than sV
+        if (kDTiles > kDVTiles) store_dk(8 * (kDTiles - kDVTiles));  // columns 64 to 127 twice
         fence_proxy_async();  // unobserved by the emulator: it would be if TMA wrote to sV at once
     }
 };

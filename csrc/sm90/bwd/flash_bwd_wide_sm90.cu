@@ -1,4 +1,5 @@
-// FlashAttention backward on Hopper's tensor cores for head_dim above 128. Two consumers' registers hold dK and dV of
+// FlashAttention backward on Hopper's tensor cores for head_dim above 128, but for those
+// that flash_bwd_sm90.cu serves. Two consumers' registers hold dK and dV of
 // 64 keys, but adding dQ for every 64 keys would take too much of L2's time. So a pair, a cluster of two blocks, owns
 // 128 keys, 64 each, and walks along the rows that see them, 64 at a time:
 //   consumer 0   S = K Qᵀ                P = exp(scale · S - lse)     dV += P dO
