@@ -27,7 +27,8 @@ struct Plain {
     template <typename T, typename Shape> using ScorePolicy = PlainScores<T, Shape>;
 };
 
-// kStages: buffers of K, and as many of V. kQBuffers: of 64 rows of Q, for all consumers together.
+// kStages: buffers of K, and as many of V. kQBuffers: buffers of 64 rows of Q, for all consumers together. kBlocksPerSm:
+// blocks that share a multiprocessor.
 template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQBuffers_ = 2 * kConsumers_,
           typename Kind = Plain, int kHeadDimV_ = kHeadDim_, int kBlocksPerSm_ = 1>
 struct Shape {
@@ -36,7 +37,7 @@ struct Shape {
     static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQBuffers = kQBuffers_;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
     static constexpr int kBlocksPerSm = kBlocksPerSm_;
-    static constexpr int kRegisters = 65536 / (kNThreads * kBlocksPerSm) / 8 * 8;  // of a thread when a block begins
+    static constexpr int kRegisters = 65536 / (kNThreads * kBlocksPerSm) / 8 * 8;  // a thread begins with so many
     static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
     static constexpr int kConsumerRegisters =
         (kRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
@@ -142,7 +143,8 @@ template <typename Shape> struct TileWalk {
     __device__ void announce(uint32_t) const {}  // tells consumers which block comes after that in a stage of K
 };
 
-constexpr uint32_t kTilesInL2 = 1024;  // their Q and O pass through L2 beside the K and V of their heads
+// The most tiles of heads that go together: their Q and O pass through L2, where K and V should stay.
+constexpr uint32_t kTilesInL2 = 1024;
 
 // The order of tiles for persistent blocks. Tiles that take equally long are dealt out in turn. Others, and those that
 // two launches share, are taken by a counter in memory, and heads whose K and V fit L2 together are interleaved. Where

@@ -21,7 +21,7 @@ from .measure import Impl, WrongResult, normal
 
 CACHES = {"cuda": (2, 32), "cpu": (1, 1)}  # at least and at most in a graph, as many as reach CACHE_BYTES together
 CACHE_BYTES = 400_000_000  # well beyond the L2 of any GPU
-WARM_CALLS = 20  # in a graph of calls that share one cache
+WARM_CALLS = 20  # calls of a graph that share one cache
 WARMUP_MS, REPLAYS = 50, 15  # of the graph. Right after a pause, reads have been seen 12 % slower
 
 

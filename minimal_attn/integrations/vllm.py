@@ -25,7 +25,7 @@ def register() -> None:
 
 
 class Backend(AttentionBackend):
-    """What vLLM asks before it takes our attention for a layer. All that is not named here is refused."""
+    """Our attention as vLLM asks about it before a layer takes it. All that is not named here is refused."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]

@@ -77,7 +77,7 @@ def prompts():
     return [*made[:4], made[4] * 3, made[1][:64] + [5], made[2][:64] + [7, 8]]
 
 
-# What vLLM loads in each of its processes, by an entry point that test_vllm.py makes.
+# vLLM loads this in each of its processes, by an entry point that test_vllm.py makes.
 
 def platform():
     return "engine.Cpu"

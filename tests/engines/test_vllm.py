@@ -176,7 +176,7 @@ def test_entry_point():
     (dict(use_batch_invariant=True), "batch invariance not supported"), (dict(use_rswa=True), "R-SWA not supported"),
     (dict(device_capability=(7, 5)), "compute capability not supported")])
 def test_refused(changed, reason):
-    """What vLLM asks before it takes the backend for a layer."""
+    """vLLM asks this before it takes the backend for a layer."""
     from minimal_attn.integrations.vllm import Backend
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.selector import AttentionSelectorConfig

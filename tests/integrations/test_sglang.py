@@ -32,7 +32,7 @@ def starts(lengths):
 
 
 def call(x, backend, **changed):
-    """What SGLang calls for x of serving(), but for the changed arguments."""
+    """flash_attn_with_kvcache as SGLang calls it for x of serving(), but for the changed arguments."""
     given = dict(
         q=x.q, k_cache=x.caches[0], v_cache=x.caches[1], page_table=x.given["page_table"],
         cache_seqlens=x.given["seqused_k"], cu_seqlens_q=x.given["cu_seqlens_q"], cu_seqlens_k_new=starts(KEYS),
@@ -142,6 +142,7 @@ def test_refused(name, value):
         call(serving(), "auto", **{name: value})
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", ["score_mod", "rel_bias", "max_seqlen_k"])
 def test_arguments_of_flash_attn_4_are_unknown(name):
     with pytest.raises(TypeError, match=name):

@@ -94,7 +94,7 @@ def test_the_record_has_every_case():
 
 @pytest.mark.cpu
 def test_refused(integration):
-    """What vLLM does not ask the backend about raises an error that names it."""
+    """Options that vLLM does not ask the backend about raise an error that names them."""
     attend = integration.Attend(4, 16, 0.25, 2)
     out = torch.ones(3, 4, 16)
     assert attend.forward(None, out, out, out, torch.empty(0), None, out) is out and not out.any()

@@ -224,6 +224,8 @@ PAIRS = 4 * 2 * 48 * 80  # of a row and a key
     ("attention", GQA, 4 * 32 * PAIRS, 2 * Q + KV),
     ("backward", GQA, 10 * 32 * PAIRS, 4 * Q + 2 * KV),  # q, out, dout, dq; k, v, dk, dv
     ("forward_backward", GQA, 14 * 32 * PAIRS, 6 * Q + 3 * KV),  # and q, out; k, v
+    ("attention", GQA._replace(more="v 16"), 2 * (32 + 16) * PAIRS, 1.5 * Q + 0.75 * KV),
+    ("backward", GQA._replace(more="v 16"), 2 * (3 * 32 + 2 * 16) * PAIRS, 3 * Q + 1.5 * KV),
     ("varlen", "9 + 2 x 32,4,16,2", 4 * 4 * 16 * (81 + 2 * 1024), (2 * 4 + 2 * 2) * 73 * 16),
     ("scores", GQA._replace(more="bias"), 4 * 32 * PAIRS, 2 * Q + KV + 4 * 48 * 80),
     ("scores", GQA._replace(more="mask"), 4 * 32 * PAIRS, 2 * Q + KV + 48 * 80 / 4),  # a byte is read of each

@@ -103,6 +103,8 @@ def test_work_of_decode(more, causal):
     assert case.bytes == 2 * 2 * 3 * 2 * 8 * 16 and case.flops == 4 * 4 * 16 * 3 * (15 if causal else 16)
     drawn = case_of("decode", "3,4,1,16,2,64 page 8 drawn", "bfloat16")
     assert drawn.bytes == 2 * 2 * 2 * 16 * sum(drawn.seqlens) < drawn.caches[0][0].nbytes
+    warm = case_of("decode", "3,4,1,16,2,64 warm", "bfloat16")
+    assert len(warm.calls) == caches.WARM_CALLS and len({call[1].data_ptr() for call in warm.calls}) == 1
 
 
 @pytest.mark.parametrize("numel", [1, 4096, 20001])

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
     for (int i = threadIdx.x; i < kBlockM * kVecs; i += 32 * Shape::kDqWarps) {
         const int row = tile.block * kBlockM + i / kVecs, col = i % kVecs * 8;
         if (row >= seq.padded_q || col >= p.head_dim) continue;
-        const bool is_empty = row >= seq.seqlen_q || lse_log2[row] == INFINITY;  // NaN, or never stored
+        const bool is_empty = row >= seq.seqlen_q || lse_log2[row] == INFINITY;  // sum is NaN or unset
         *reinterpret_cast<uint4 *>(rows_of<T>(p.dq, tile.b, tile.h, seq.q_begin + row) + col) =
             is_empty ? uint4{} : sdQ.template at<uint4>(i / kVecs, col);
     }

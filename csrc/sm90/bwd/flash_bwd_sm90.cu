@@ -297,7 +297,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             store_keys(acc_dk, p.dk_scale, p.dk, p.head_dim, col);
         };
         store_dk(0);
-        if (kDTiles > kDVTiles) store_dk(8 * (kDTiles - kDVTiles));  // columns 64 to 127 twice
+        if (kDTiles > kDVTiles) store_dk(8 * (kDTiles - kDVTiles));  // columns 64 to 127 once more
         fence_proxy_async();  // unobserved by the emulator: it would be if TMA wrote to sV at once
     }
 };

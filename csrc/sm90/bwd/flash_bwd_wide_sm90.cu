@@ -1,7 +1,6 @@
-// FlashAttention backward on Hopper's tensor cores for head_dim above 128, but for those
-// that flash_bwd_sm90.cu serves. Two consumers' registers hold dK and dV of
-// 64 keys, but adding dQ for every 64 keys would take too much of L2's time. So a pair, a cluster of two blocks, owns
-// 128 keys, 64 each, and walks along the rows that see them, 64 at a time:
+// FlashAttention backward on Hopper's tensor cores for head_dims above 128 that flash_bwd_sm90.cu does not serve. Two
+// consumers' registers hold dK and dV of 64 keys, but adding dQ for every 64 keys would take too much of L2's time. So a
+// pair, a cluster of two blocks, owns 128 keys, 64 each, and walks along the rows that see them, 64 at a time:
 //   consumer 0   S = K Qᵀ                P = exp(scale · S - lse)     dV += P dO
 //   consumer 1   dP = V dOᵀ              dS = P ∘ (dP - delta)        dK += dS Q
 //   both         dQ += dS(before)ᵀ K     over both blocks' keys, 64 columns each

@@ -19,6 +19,7 @@ void launch_bwd(const AttnBackwardParams &p, void (*kernel)(BwdParams<Shape>)) {
     auto clear = [&](int64_t begin, int64_t end) {
         check_cuda(cudaMemsetAsync(static_cast<char *>(p.workspace) + begin, 0, end - begin, stream));
     };
+    // A single tile stores its dQ between the ticket and the other numbers, which are 0 at the start.
     clear(0, Shape::kOneTile ? workspace.kTicketBytes : zeros);
     if (Shape::kOneTile) clear(workspace.kTicketBytes + 4 * workspace.tiles * workspace.kDqFloats, zeros);
     simt::preprocess_backward(p);
