@@ -34,7 +34,9 @@ struct AttnParams {
     Tensor k;   // [batch_size, nheads_k, seqlen_k, head_dim]
     Tensor v;   // [batch_size, nheads_k, seqlen_k, head_dim_v]
     Tensor o;   // [batch_size, nheads, seqlen_q, head_dim_v]
-    void *lse;  // [batch_size, nheads, seqlen_q] contiguous, fp32 or fp64: natural log of a row's sum of exponentials
+    // [batch_size, nheads, seqlen_q] contiguous, fp32 or fp64: natural log of a row's sum of exponentials. sm90's
+    // forward pass also takes nullptr, where nobody needs it.
+    void *lse;
     int64_t lse_batch_stride;
     void *max_logits;  // as lse: the largest score of a row, before its sink, or -inf without keys; or nullptr
     bool return_max_logits;  // whether max_logits is asked for
@@ -94,7 +96,9 @@ struct AttnParams {
     bool has_dropout_origins;     // [batch_size, 4] numbers follow the seed, the origins of dropout.h
     double keep_scale;            // factor of the kept ones: 2^15 / keep_count, or 0 if none is kept
 
-    int *tile_counter;     // workspace of sm90: one number, or nullptr if one launch has all tiles, equally long ones
+    // Workspace of sm90, or nullptr if all tiles are equally long: two numbers that are 0 before and after a call.
+    // Attention to a cache takes one number of any value.
+    int *tile_counter;
     uint32_t *mask_words;  // workspace of sm90 for a bias of bool: num_mask_words numbers
     void *stream;          // cudaStream_t, on the current device; unused on the CPU
 };

@@ -30,7 +30,7 @@ int64_t backward_workspace(const AttnBackwardParams &p);  // bytes
 }
 namespace sm90 {
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd_sm90.cu
-void flash_backward_wide(const AttnBackwardParams &p);    // flash_bwd_wide_sm90.cu: head_dim over 128
+void flash_backward_wide(const AttnBackwardParams &p);    // flash_bwd_wide_sm90.cu: most head_dims over 128
 int64_t backward_workspace(const AttnBackwardParams &p);  // bytes, of both
 int64_t backward_workspace_wide(const AttnBackwardParams &p);
 }

@@ -108,7 +108,7 @@ py::object fast_forward(py::handle q_, py::handle k_, py::handle v_, py::tuple g
             if (has_no_batch) return {out.squeeze(0).transpose(0, 1), lse.squeeze(0), none, reason};
             return {seq_major ? out.transpose(1, 2) : out, lse, none, reason};
         }
-        return run_forward(p, q, v, dim);
+        return run_forward(p, q, v, dim, return_lse);
     }();
     if (return_lse) return py::make_tuple(std::move(out), std::move(lse));
     return py::cast(std::move(out));

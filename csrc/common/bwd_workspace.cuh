@@ -39,7 +39,8 @@ template <typename Shape> __host__ __device__ int max_num_splits(const AttnParam
 //   dkv_accum     [max_splits, 2, batch_size, nheads_k, padded_keys, kHeadDim], if split
 template <typename Shape> struct BwdWorkspace {
     static constexpr int kHeadDim = Shape::kHeadDim, kBlockN = Shape::kBlockN;
-    static constexpr int kDqFloats = Shape::kBlockM * kHeadDim, kWarpFloats = kDqFloats / Shape::kDqWarps;
+    static constexpr int kTicketBytes = 128, kDqFloats = Shape::kBlockM * kHeadDim;
+    static constexpr int kWarpFloats = kDqFloats / Shape::kDqWarps;
     RowTiles<Shape::kBlockM> row_tiles;
     int64_t tiles;       // of query rows; 0 if dq is not needed
     int max_splits;
@@ -57,7 +58,7 @@ template <typename Shape> struct BwdWorkspace {
     // Rounded for dkv_accum: stores off a multiple of 128 bytes are slow.
     __host__ __device__ int64_t zeroed_bytes(bool deterministic) const {
         const int64_t numbers = key_heads + (deterministic ? Shape::kSemaphores * tiles : 0);
-        return 128 + 4 * tiles * kDqFloats + (4 * numbers + 127) / 128 * 128;
+        return kTicketBytes + 4 * tiles * kDqFloats + (4 * numbers + 127) / 128 * 128;
     }
     __host__ __device__ int64_t bytes(bool deterministic) const {
         return zeroed_bytes(deterministic) + 4 * max_splits * 2 * dkv_floats;
@@ -68,7 +69,7 @@ template <typename Shape> struct BwdWorkspace {
     __device__ static int *ticket(const AttnBackwardParams &p) { return static_cast<int *>(p.workspace); }
     // A lane's part of a warp's first fragment; the next is 128 floats further.
     __device__ static float *dq_accum(const AttnBackwardParams &p, int tile, int warp_idx, uint32_t lane_idx) {
-        return static_cast<float *>(p.workspace) + 32 + int64_t(tile) * kDqFloats +
+        return static_cast<float *>(p.workspace) + kTicketBytes / 4 + int64_t(tile) * kDqFloats +
                (warp_idx * kWarpFloats + lane_idx * 4);
     }
     __device__ int *dq_arrivals(const AttnBackwardParams &p, const Tile &tile) const {
@@ -77,7 +78,9 @@ template <typename Shape> struct BwdWorkspace {
     __device__ int *dq_semaphore(const AttnBackwardParams &p, int64_t tile, int i) const {
         return first_arrivals(p) + key_heads + tile * Shape::kSemaphores + i;
     }
-    __device__ int *first_arrivals(const AttnBackwardParams &p) const { return ticket(p) + 32 + tiles * kDqFloats; }
+    __device__ int *first_arrivals(const AttnBackwardParams &p) const {
+        return ticket(p) + kTicketBytes / 4 + tiles * kDqFloats;
+    }
     __device__ int splits_of(const AttnBackwardParams &p, const Sequence &seq) const {
         return min(max_splits, num_splits<Shape>(p, seq.seqlen_q, seq.seqlen_k));
     }
@@ -90,15 +93,16 @@ template <typename Shape> struct BwdWorkspace {
         return dkv_accum(p, split_idx) + (bh * padded_keys + (tile.block * kBlockN + key)) * kHeadDim;
     }
     // Accumulators of 16 keys; dk is the lane's first place.
-    template <int kDTiles>
-    __device__ void store_split(float *dk, const float (&acc_dk)[kDTiles][4], const float (&acc_dv)[kDTiles][4]) const {
+    template <int kDTiles, int kDVTiles>
+    __device__ void store_split(float *dk, const float (&acc_dk)[kDTiles][4],
+                                const float (&acc_dv)[kDVTiles][4]) const {
         float *dv = dk + dkv_floats;
 #pragma unroll
         for (int d = 0; d < kDTiles; d++)
             for (int i = 0; i < 2; i++) {
                 const int at = 8 * i * kHeadDim + 8 * d;
                 *reinterpret_cast<float2 *>(dk + at) = {acc_dk[d][2 * i], acc_dk[d][2 * i + 1]};
-                *reinterpret_cast<float2 *>(dv + at) = {acc_dv[d][2 * i], acc_dv[d][2 * i + 1]};
+                if (d < kDVTiles) *reinterpret_cast<float2 *>(dv + at) = {acc_dv[d][2 * i], acc_dv[d][2 * i + 1]};
             }
     }
 };

@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "common/launch.h"
 
@@ -62,6 +65,17 @@ int max_cluster() {
         }
         return blocks;  // two multiprocessors are always neighbours
     });
+}
+void allow_shared_memory(const void *kernel, int bytes) {  // the runtime takes half a microsecond to be told again
+    static std::mutex mutex;
+    static std::map<std::pair<int, const void *>, int> allowed;
+    int device;
+    device::check_cuda(cudaGetDevice(&device));
+    const std::lock_guard lock(mutex);
+    if (int &known = allowed[{device, kernel}]; known != bytes) {
+        device::check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+        known = bytes;
+    }
 }
 size_t max_shared_memory() {
     return once_per_device([](int device) { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); });

@@ -63,7 +63,7 @@ void enqueue(bool may_begin_early, int cluster, void (*kernel)(Args...), int64_t
              size_t shared_bytes, void *stream, Args... args) {
     if (blocks == 0) return;
     if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)));
+    allow_shared_memory(reinterpret_cast<const void *>(kernel), int(shared_bytes));
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {unsigned(cluster), 1, 1};

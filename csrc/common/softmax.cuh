@@ -45,6 +45,13 @@ __device__ void store_max_logits(const AttnParams &p, const float (&row_max)[kRo
     }
 }
 
+// The natural log of a row's sum of exponentials. row_max is in units of log2.
+struct LogSumExp {
+    __device__ float operator()(float row_max, float row_sum) const {
+        return (row_max + ptx::log2_approx(row_sum)) * 0.6931471805599453f;
+    }
+};
+
 template <int kMTiles> struct Softmax {
     static constexpr int kRows = 2 * kMTiles;
     static constexpr float kRescaleThreshold = 8.f;  // in units of log2
@@ -82,8 +89,8 @@ template <int kMTiles> struct Softmax {
         return true;
     }
 
-    template <int kDTiles, typename Sum>
-    __device__ static void rescale(Sum (&acc_o)[kMTiles][kDTiles][4], const float (&alpha)[kRows]) {
+    template <int kDTiles, typename Sum, typename Factor>
+    __device__ static void rescale(Sum (&acc_o)[kMTiles][kDTiles][4], const Factor (&alpha)[kRows]) {
 #pragma unroll
         for (int i = 0; i < kRows; i++)
 #pragma unroll
@@ -118,11 +125,11 @@ template <int kMTiles> struct Softmax {
         }
     }
 
-    // acc_o becomes the output times `scale`, and lse is written. row: this lane's first; gLse: of row 0. A row without
-    // keys, whose sums may be 0 · NaN, and a row beyond the sample get output 0.
-    template <int kDTiles, typename Sum>
+    // acc_o becomes the output times `scale`, and lse is written. row: this lane's first; gLse: of row 0, or nullptr.
+    // A row without keys, whose sums may be 0 · NaN, and a row beyond the sample get output 0. lse_of: see LogSumExp.
+    template <int kDTiles, typename Sum, typename Lse = LogSumExp>
     __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float *gLse, const Sequence &seq, int row,
-                             const float *sink, float scale = 1.f, double ln_2 = 0.6931471805599453) {
+                             const float *sink, float scale = 1.f, Lse lse_of = {}) {
         bool has_keys[kRows];
         float scale_sum[kRows];  // factor of the sums without the sink
         for (int i = 0; i < kRows; i++) {
@@ -134,19 +141,27 @@ template <int kMTiles> struct Softmax {
             for (int i = 0; i < kRows; i++)
                 if (row + 8 * i < seq.seqlen_q)
                     scale_sum[i] *= add_sink(row_max[i], row_sum[i], *sink * 1.4426950408889634f);
+        Sum scale_o[kRows];
+        bool all_have_keys = true;
+        for (int i = 0; i < kRows; i++) {
+            if constexpr (std::is_same_v<Sum, float>) scale_o[i] = scale_sum[i] * ptx::rcp_approx(row_sum[i]);
+            else scale_o[i] = scale_sum[i] / Sum(row_sum[i]);
+            all_have_keys = all_have_keys && has_keys[i];
+        }
+        if (__any_sync(~0u, !all_have_keys)) [[unlikely]]
+#pragma unroll
+            for (int i = 0; i < kRows; i++) {
+                if (has_keys[i]) continue;
+                scale_o[i] = 1;
+                for (auto &x : acc_o[i / 2]) x[i % 2 * 2] = x[i % 2 * 2 + 1] = row_max[i] - row_max[i];  // 0 or NaN
+            }
+        rescale(acc_o, scale_o);
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
-            const Sum scale_o = Sum(scale_sum[i]) / row_sum[i];
             const float nothing = row_max[i] - row_max[i];  // 0, or NaN if a score overflowed to +inf
-#pragma unroll
-            for (int d = 0; d < kDTiles; d++)
-                for (int e = 0; e < 2; e++) {
-                    Sum &x = acc_o[i / 2][d][i % 2 * 2 + e];
-                    x = has_keys[i] ? x * scale_o : nothing;
-                }
-            if (row + 8 * i < seq.padded_q && threadIdx.x % 4 == 0)
+            if (gLse && row + 8 * i < seq.padded_q && threadIdx.x % 4 == 0)
                 gLse[row + 8 * i] =
-                    row_sum[i] == 0.f ? nothing - INFINITY : float(row_max[i] * ln_2 + logf(row_sum[i]));
+                    row_sum[i] == 0.f ? nothing - INFINITY : lse_of(row_max[i], row_sum[i]);
         }
     }
 };

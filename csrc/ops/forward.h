@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "common/counters.h"
 #include "common/device.h"
 #include "ops/params.h"
 
@@ -33,29 +34,33 @@ inline TorchTensor new_out(const TorchTensor &q, const TorchTensor &v) {
 // runs without tensor cores.
 using Output = std::tuple<TorchTensor, TorchTensor, OptionalTensor, Reason>;
 
-inline Output run_forward(AttnParams p, const TorchTensor &q, const TorchTensor &v, Layout dim) {
+// If nobody needs lse, it may be undefined: a small call then takes the host a tenth less time.
+inline Output run_forward(AttnParams p, const TorchTensor &q, const TorchTensor &v, Layout dim, bool needs_lse = true) {
     const DeviceGuard guard(q);
-    TorchTensor out = new_out(q, v);
-    TorchTensor lse = dim.batch < 0 ? make_empty({p.nheads, p.seqlen_q}, lse_dtype(q), q)
-                                    : make_empty({q.size(dim.batch), p.nheads, p.seqlen_q}, lse_dtype(q), q);
-    std::optional<TorchTensor> tile_counter, mask_words;
-    p.o = tensor_of(out, dim, p.cu_seqlens_q), p.lse = lse.data_ptr();
-    OptionalTensor max_logits;
+    TorchTensor out = new_out(q, v), lse;
+    p.o = tensor_of(out, dim, p.cu_seqlens_q);
+    const bool is_empty = q.numel() == 0;
+    const auto [kernel, slow_because] = is_empty ? Choice{Kernel::kHost} : choose(p, q, false);
+    if (needs_lse || kernel != Kernel::kSm90 || p.return_max_logits) {
+        lse = dim.batch < 0 ? make_empty({p.nheads, p.seqlen_q}, lse_dtype(q), q)
+                            : make_empty({q.size(dim.batch), p.nheads, p.seqlen_q}, lse_dtype(q), q);
+        p.lse = lse.data_ptr();
+    }
+    OptionalTensor tile_counter, mask_words, max_logits;
     if (p.return_max_logits) p.max_logits = max_logits.emplace(make_like(lse)).data_ptr();
-    if (q.numel() == 0) return {out, lse, max_logits, {}};
-    const auto [kernel, slow_because] = choose(p, q, false);
+    if (is_empty) return {out, lse, max_logits, {}};
     const bool do_tiles_differ = p.cu_seqlens_q || p.seqused_q || p.seqused_k || p.has_mask() || p.block_mask.rows ||
                                  p.walks_mask();
-    if (kernel == Kernel::kSm90 && do_tiles_differ) {
-        tile_counter = make_empty({1}, ScalarType::Int, q);
-        p.tile_counter = static_cast<int *>(tile_counter->data_ptr());
-    }
     switch (kernel) {
         case Kernel::kHost: host::flash_forward(p); break;
 #if MINIMAL_ATTN_CUDA
         case Kernel::kSimt: simt::flash_forward(p); break;
         case Kernel::kSm80: sm80::flash_forward(p); break;
         case Kernel::kSm90:
+            if (do_tiles_differ && !(p.tile_counter = zeroed_counters(2, p.stream))) {
+                tile_counter = make_zeros({2}, ScalarType::Int, q);
+                p.tile_counter = static_cast<int *>(tile_counter->data_ptr());
+            }
             if (const int64_t words = sm90::num_mask_words(p, false)) {
                 mask_words = make_empty({words}, ScalarType::Int, q);
                 p.mask_words = static_cast<uint32_t *>(mask_words->data_ptr());

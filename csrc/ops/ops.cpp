@@ -60,6 +60,7 @@ Gradients flash_backward(const TorchTensor &dout_, const OptionalTensor &dlse, c
     OPTIONS(AS_ASSIGNMENT)
     AttnBackwardParams p{};
     check_and_set(p, q, k, v, options);
+    p.return_max_logits = false;  // they have no gradient
     const bool is_packed = p.cu_seqlens_q;
     if (is_packed && p.seqused_k)
         throw_not_implemented("the backward pass of backend='cuda' does not take seqused_k with cu_seqlens_k, since "

@@ -42,6 +42,12 @@ __device__ inline void red_add(float *to, const float (&x)[4]) {
 #endif
 }
 
+// "st": stores four floats.
+__device__ inline void store(float *to, const float (&x)[4]) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+}
+
 // "nanosleep": 0 to 400 nanoseconds.
 __device__ inline void sleep_briefly() { asm volatile("nanosleep.u32 200;"); }
 

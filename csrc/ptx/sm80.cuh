@@ -76,6 +76,20 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
+// "lg2": within 2^-22, absolute for x in 0.5..2, else relative.
+__device__ inline float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// "rcp": 1 / x to 23 bits.
+__device__ inline float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // "tanh": within 2^-11, as FlashAttention-3 has it for a softcap.
 __device__ inline float tanh_approx(float x) {
     float y;

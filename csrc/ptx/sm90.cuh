@@ -122,7 +122,8 @@ template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int p
 #define MINIMAL_ATTN_D(i)                                                                                          \
     "+f"(d[2 * i][0]), "+f"(d[2 * i][1]), "+f"(d[2 * i][2]), "+f"(d[2 * i][3]), "+f"(d[2 * i + 1][0]),             \
         "+f"(d[2 * i + 1][1]), "+f"(d[2 * i + 1][2]), "+f"(d[2 * i + 1][3])
-#define MINIMAL_ATTN_D_64 MINIMAL_ATTN_D(0), MINIMAL_ATTN_D(1), MINIMAL_ATTN_D(2), MINIMAL_ATTN_D(3)
+#define MINIMAL_ATTN_D_48 MINIMAL_ATTN_D(0), MINIMAL_ATTN_D(1), MINIMAL_ATTN_D(2)
+#define MINIMAL_ATTN_D_64 MINIMAL_ATTN_D_48, MINIMAL_ATTN_D(3)
 #define MINIMAL_ATTN_D_80 MINIMAL_ATTN_D_64, MINIMAL_ATTN_D(4)
 #define MINIMAL_ATTN_D_96 MINIMAL_ATTN_D_80, MINIMAL_ATTN_D(5)
 #define MINIMAL_ATTN_D_128 MINIMAL_ATTN_D_96, MINIMAL_ATTN_D(6), MINIMAL_ATTN_D(7)
@@ -130,9 +131,9 @@ template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int p
     MINIMAL_ATTN_D_128, MINIMAL_ATTN_D(8), MINIMAL_ATTN_D(9), MINIMAL_ATTN_D(10), MINIMAL_ATTN_D(11)
 #define MINIMAL_ATTN_D_256 \
     MINIMAL_ATTN_D_192, MINIMAL_ATTN_D(12), MINIMAL_ATTN_D(13), MINIMAL_ATTN_D(14), MINIMAL_ATTN_D(15)
-#define MINIMAL_ATTN_REGS_64 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
-    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MINIMAL_ATTN_REGS_48 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
+#define MINIMAL_ATTN_REGS_64 MINIMAL_ATTN_REGS_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define MINIMAL_ATTN_REGS_80 MINIMAL_ATTN_REGS_64 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define MINIMAL_ATTN_REGS_96 MINIMAL_ATTN_REGS_80 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define MINIMAL_ATTN_REGS_128 \
@@ -146,6 +147,7 @@ template <int kRowBytes> __device__ uint64_t make_smem_desc(const void *p, int p
 
 // The shapes m64nNk16 in use, with the numbers of five more operands.
 #define MINIMAL_ATTN_SHAPES(SHAPE)      \
+    SHAPE(48, 24, 25, 26, 27, 28) \
     SHAPE(64, 32, 33, 34, 35, 36) \
     SHAPE(80, 40, 41, 42, 43, 44) \
     SHAPE(96, 48, 49, 50, 51, 52) \

@@ -16,7 +16,7 @@ struct BwdShape {
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kNWarps = kNWarps_;
     static constexpr int kDimSplit = kDimSplit_, kStages = kStages_, kBlocksPerSM = kBlocksPerSM_;
     static constexpr int kNThreads = 32 * kNWarps, kMaxSplits = 16;
-    static constexpr bool kFillsGpu = false, kCountsArrivals = false;
+    static constexpr bool kFillsGpu = false, kCountsArrivals = false, kOneTile = false;
     static constexpr int kWarpN = kBlockN * kDimSplit / kNWarps;
     static constexpr int kSub = kBlockM / kDimSplit < 32 ? kBlockM / kDimSplit : 32;  // rows scored at a time
     // A warp's acc_dq has 32 rows and kHeadDim / kDqSplit columns.

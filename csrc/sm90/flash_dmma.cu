@@ -157,7 +157,9 @@ __global__ void __launch_bounds__(Shape::kNThreads, 2)  // 255 registers a threa
     // flash_bwd.cu needs lse without the rounding of softmax_scale_log2.
     const double ln_2 = fabs(p.softmax_scale) / scores.softmax_scale_log2;
     float *gLse = static_cast<float *>(p.lse) + lse_index(p, again.q_begin, tile.b, tile.h);
-    softmax.finalize(acc_o, gLse, again, row, nullptr, 1.f, ln_2);
+    softmax.finalize(acc_o, gLse, again, row, nullptr, 1.f, [=](float row_max, float row_sum) {
+        return float(row_max * ln_2 + logf(row_sum));
+    });
     float *gO = rows_of<float>(p.o, tile.b, tile.h, again.q_begin);
 #pragma unroll
     for (int i = 0; i < 2; i++) {

@@ -32,14 +32,14 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
 
     __device__ void run() {
         for (;; q_item++) {
-            shared.q[consumer].consumer_wait(q_item);
+            shared.q.consumer_wait(q_item, consumer);
             const WorkItem &work = shared.work(q_item);
             if (!work.tile.is_valid) return;
             this->begin_tile(work);
             for (auto &x : acc_o[0]) x[0] = x[1] = x[2] = x[3] = 0.f;
             attend(work);
             store(work);
-            shared.q[consumer].consumer_release(q_item, lane_idx);
+            shared.q.consumer_release(q_item, consumer, lane_idx);
         }
     }
 
@@ -126,7 +126,7 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
         const Sequence &seq = work.seq;
         const int row0 = tile.block * Shape::kBlockM + 64 * consumer + 16 * warp_idx;
         const int lane_idx = thread_idx() % 32;
-        float *gLse = static_cast<float *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h);
+        float *gLse = p.lse ? static_cast<float *>(p.lse) + lse_index(p, seq.q_begin, tile.b, tile.h) : nullptr;
         this->end_tile(work, row0 + lane_idx / 4);
         softmax.finalize(acc_o, gLse, seq, row0 + lane_idx / 4, sink_of<float>(p, tile.h), this->out_scale());
         auto &sO = reinterpret_cast<SmemTile<64, Shape::kHeadDimV> &>(shared.sQ[q_index()]);
@@ -156,7 +156,8 @@ template <typename T, typename Shape> struct Consumer : Shape::template ScorePol
 };
 
 template <typename T, typename Shape>
-__global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_constant__ Params<Shape> p) {
+__global__ void __launch_bounds__(Shape::kNThreads, Shape::kBlocksPerSm)
+    flash_fwd(const __grid_constant__ Params<Shape> p) {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
     __trap();
 #else
@@ -180,10 +181,10 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_fwd(const __grid_co
 
 template <typename Shape> void launch_fwd(typename Shape::Input p) {
     using SharedMemory = Shape::SharedMemory;
-    static_assert(sizeof(SharedMemory) <= 227 << 10);
+    static_assert(sizeof(SharedMemory) + 1024 <= (228 << 10) / Shape::kBlocksPerSm);
     constexpr int kHeadDim = Shape::kHeadDim, kHeadDimV = Shape::kHeadDimV;
     const int64_t num_tiles = RowTiles<Shape::kBlockM, Shape::kCached>::count(p);
-    int sms = num_sms();
+    int sms = num_sms() * Shape::kBlocksPerSm;
     Phase phase = Phase::kAlone;
     if constexpr (Shape::kCached) sms = p.num_sms, phase = p.phase;
     const int64_t blocks = std::min<int64_t>(num_tiles, sms);
@@ -192,7 +193,7 @@ template <typename Shape> void launch_fwd(typename Shape::Input p) {
         throw std::runtime_error("minimal_attn: batch_size · nheads · seqlen_q is too large: q has over 2^31 tiles");
     // If all tiles begin at once, they need neither the counter nor its order of heads (Scheduler).
     if (num_tiles == blocks && phase == Phase::kAlone) p.tile_counter = nullptr;
-    if (p.tile_counter && phase != Phase::kPrefillRest)  // which goes on counting
+    if (Shape::kCached && p.tile_counter && phase != Phase::kPrefillRest)  // which goes on counting
         check_cuda(cudaMemsetAsync(p.tile_counter, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)));
     Params<Shape> params{p, {p, num_tiles}};
     params.q_tma = make_tma_tensor<kHeadDim>("q", p.q, p.batch_size, p.nheads, p.seqlen_q, p.head_dim, 64);
@@ -213,18 +214,18 @@ void flash_forward_masked(const AttnParams &p);      // sm90/mods/: a block mask
 
 // run<Shape>() for a head_dim; TMA pads with zeros. Three consumers hide one another's softmax better than two and load
 // K and V less often, if a thread's S, P and O fit its 160 registers.
-template <typename Kind, typename Shape128 = Shape<128, 3, 64, 4, 2, Kind>, typename Run>
+template <typename Kind, typename Shape128 = Shape<128, 3, 64, 4, 6, Kind>, typename Run>
 auto with_shape(int head_dim, Run run) {
-    // kHeadDim, kConsumers, kBlockN, kStages, kQStages
+    // kHeadDim, kConsumers, kBlockN, kStages, kQBuffers
     if (head_dim <= 64)  // the most keys that fit; four consumers spill
-        return run.template operator()<Shape<64, 3, 128, 4, 2, Kind>>();
+        return run.template operator()<Shape<64, 3, 128, 4, 6, Kind>>();
     if (head_dim <= 96)  // 128 keys spill; 80 have 0.95 of the speed, two consumers 0.86
-        return run.template operator()<Shape<96, 3, 96, 4, 2, Kind>>();
+        return run.template operator()<Shape<96, 3, 96, 4, 6, Kind>>();
     if (head_dim <= 128)  // four stages hide the latency of memory; see also flash_forward()
         return run.template operator()<Shape128>();
     if (head_dim <= 192)  // O does not leave registers for three consumers
-        return run.template operator()<Shape<192, 2, 80, 2, 2, Kind>>();
-    return run.template operator()<Shape<256, 2, 64, 2, 1, Kind>>();  // no memory for a second Q
+        return run.template operator()<Shape<192, 2, 80, 2, 4, Kind>>();
+    return run.template operator()<Shape<256, 2, 64, 2, 3, Kind>>();  // no memory for a fourth Q
 }
 
 }  // namespace sm90

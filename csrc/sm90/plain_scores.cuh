@@ -50,7 +50,7 @@ template <typename T, typename Shape, typename Softmax> struct PlainScores {
     uint32_t P[kBlockN / 16][4];
     Softmax softmax{1.f};
 
-    __device__ int q_index() const { return shared.q_index(q_item, consumer); }
+    __device__ int q_index() const { return shared.q.index(q_item, consumer); }
 
     __device__ void begin_tile(const WorkItem &) {
         softmax = Softmax(scores.softmax_scale_log2);

@@ -27,15 +27,20 @@ struct Plain {
     template <typename T, typename Shape> using ScorePolicy = PlainScores<T, Shape>;
 };
 
-template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQStages_ = 2, typename Kind = Plain,
-          int kHeadDimV_ = kHeadDim_>
+// kStages: buffers of K, and as many of V. kQBuffers: buffers of 64 rows of Q, for all consumers together. kBlocksPerSm:
+// blocks that share a multiprocessor.
+template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2, int kQBuffers_ = 2 * kConsumers_,
+          typename Kind = Plain, int kHeadDimV_ = kHeadDim_, int kBlocksPerSm_ = 1>
 struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
     static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers_;
-    static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQStages = kQStages_;
+    static constexpr int kBlockN = kBlockN_, kStages = kStages_, kQBuffers = kQBuffers_;
     static constexpr int kNThreads = 128 * (kConsumers + 1);
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+    static constexpr int kBlocksPerSm = kBlocksPerSm_;
+    static constexpr int kRegisters = 65536 / (kNThreads * kBlocksPerSm) / 8 * 8;  // a thread begins with so many
+    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+    static constexpr int kConsumerRegisters =
+        (kRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
 
     static constexpr bool kCached = Kind::kCached, kWarpLoads = kCached || Kind::kWarpLoads;
     using Mask = MaskOf<Kind::kChunks>;
@@ -83,21 +88,46 @@ template <typename Shape> struct alignas(16) WorkItem {
     __device__ void extend(const Shape::Input &) {}
 };
 
+// A ring of Q's buffers. For the same work item, consumer c has the buffer after that of consumer c - 1. If they are
+// not alike, the uses of a buffer belong to different consumers. One waits for its own use by parity: it relies on the
+// use before, of the other consumer, having arrived. Where a tile has two blocks of keys, the ring of K sees to that.
+// Where it has fewer, only the latency of TMA does.
+template <int kBuffers, int kConsumers> struct QRing {
+    Barrier full[kBuffers], empty[kBuffers];
+    static constexpr bool kAreAlike = kBuffers % kConsumers == 0;  // a consumer has the same ones again and again
+    static constexpr int kStages = kBuffers / kConsumers;
+
+    __device__ static uint32_t index(uint32_t i, int c) {
+        return kAreAlike ? i % kStages * kConsumers + c : (kConsumers * i + c) % kBuffers;
+    }
+    __device__ static uint32_t phase(uint32_t i, int c) {
+        return (kAreAlike ? i / kStages : (kConsumers * i + c) / kBuffers) % 2;
+    }
+    __device__ Barrier &full_barrier(uint32_t i, int c) { return full[index(i, c)]; }
+    __device__ void init() {
+        for (int s = 0; s < kBuffers; s++) mbarrier_init(full[s], 1), mbarrier_init(empty[s], 4);
+    }
+    __device__ void producer_acquire(uint32_t i, int c) { mbarrier_wait(empty[index(i, c)], phase(i, c) ^ 1); }
+    __device__ void consumer_wait(uint32_t i, int c) { mbarrier_wait(full[index(i, c)], phase(i, c)); }
+    __device__ void consumer_release(uint32_t i, int c, int lane_idx) {
+        if (lane_idx == 0) mbarrier_arrive(empty[index(i, c)]);
+    }
+};
+
 template <typename Shape> struct SharedMemory {
-    SmemTile<64, Shape::kHeadDim> sQ[Shape::kQStages * Shape::kConsumers];  // later out
+    SmemTile<64, Shape::kHeadDim> sQ[Shape::kQBuffers];  // later out
     SmemTile<Shape::kBlockN, Shape::kHeadDim> sK[Shape::kStages];
     SmemTile<Shape::kBlockN, Shape::kHeadDimV> sV[Shape::kStages];
-    Ring<Shape::kQStages> q[Shape::kConsumers];  // consumers end a tile at different times
+    QRing<Shape::kQBuffers, Shape::kConsumers> q;  // consumers end a tile at different times
     Ring<Shape::kStages> k, v;
-    // Twice as many as Q: consumers still read older ones when find_tiles() writes the next.
-    Shape::WorkItem works[2 * Shape::kQStages];
+    // Twice the work items whose Q the ring holds: consumers still read older ones when find_tiles() writes the next.
+    static constexpr int kWorks = (Shape::kQBuffers + Shape::kConsumers - 1) / Shape::kConsumers * 2;
+    Shape::WorkItem works[kWorks];
     Ring<1> found;  // from find_tiles() to load_tiles()
 
-    __device__ static int q_index(uint32_t i, int c) { return i % Shape::kQStages * Shape::kConsumers + c; }
-    __device__ Shape::WorkItem &work(uint32_t i) { return works[i % (2 * Shape::kQStages)]; }
+    __device__ Shape::WorkItem &work(uint32_t i) { return works[i % kWorks]; }
     __device__ void init_barriers() {
-        for (auto &ring : q) ring.init(4);
-        k.init(4 * Shape::kConsumers), v.init(4 * Shape::kConsumers);
+        q.init(), k.init(4 * Shape::kConsumers), v.init(4 * Shape::kConsumers);
         found.init(Shape::KeyBlocks::kLoaders);
         fence_mbarrier_init();
     }
@@ -112,6 +142,9 @@ template <typename Shape> struct TileWalk {
     __device__ int block_after(int n_block) const { return work.block_after(n_block); }
     __device__ void announce(uint32_t) const {}  // tells consumers which block comes after that in a stage of K
 };
+
+// The most tiles of heads that go together: their Q and O pass through L2, where K and V should stay.
+constexpr uint32_t kTilesInL2 = 1024;
 
 // The order of tiles for persistent blocks. Tiles that take equally long are dealt out in turn. Others, and those that
 // two launches share, are taken by a counter in memory, and heads whose K and V fit L2 together are interleaved. Where
@@ -132,7 +165,8 @@ template <typename Shape> struct Scheduler {
         if (!p.tile_counter) return;
         const double kv_bytes = 2. * p.seqlen_k * (p.head_dim + p.head_dim_v), l2_bytes = 32 << 20;
         const double head_bytes = samples > 1 ? kv_bytes : kv_bytes / heads_per_kv;
-        while (2 * group * head_bytes <= l2_bytes && 2 * group <= heads) group *= 2;
+        auto has_room = [&](uint32_t n) { return n * head_bytes <= l2_bytes && n * tiles.slots <= kTilesInL2; };
+        while (2 * group <= heads && has_room(2 * group)) group *= 2;
     }
     // The last rows go first: under a causal mask they see most keys.
     __device__ Tile at(const AttnParams &p, uint32_t idx) const {
@@ -149,6 +183,12 @@ template <typename Shape> struct Scheduler {
             if (p.phase != Phase::kAlone) return atomicAdd(p.tile_counter, 1);
         if (idx < 0) return blockIdx.x;
         return gridDim.x + (p.tile_counter ? atomicAdd(p.tile_counter, 1) : idx);
+    }
+    // The last block leaves the counters as they were, 0.
+    __device__ void end(const Shape::Input &p) const {
+        if constexpr (!Shape::kCached)
+            if (p.tile_counter && atomicAdd(p.tile_counter + 1, 1) == gridDim.x - 1)
+                p.tile_counter[0] = p.tile_counter[1] = 0;
     }
 };
 
@@ -183,6 +223,7 @@ template <typename Shape> __device__ void find_tiles(const Params<Shape> &p, typ
         mbarrier_arrive(shared.found.full_barrier(item++));
     }
     mbarrier_arrive(shared.found.full_barrier(item));  // of a tile that is not valid
+    p.scheduler.end(p);
 }
 
 // One thread or warp loads Q, K and V. With a cache, one warp loads Q and K, another one V.
@@ -190,6 +231,9 @@ enum class Loads { kAll, kKeys, kValues };
 template <typename Shape, Loads kLoads>
 __device__ void load_tiles(const Params<Shape> &p, typename Shape::SharedMemory &shared) {
     constexpr int kBlockM = Shape::kBlockM, kAhead = 2 * Shape::kStages;
+    // kEarly: how many consumers get Q before the first keys are asked for. In a ring that is not alike, consumer 1
+    // gets the buffer that consumer 0 had for the tile before, and keys do not wait for the end of that tile.
+    constexpr int kEarly = decltype(shared.q)::kAreAlike ? Shape::kConsumers : 1;
     constexpr bool kKeys = kLoads != Loads::kValues, kValues = kLoads != Loads::kKeys;
     const int lane_idx = Shape::kWarpLoads ? threadIdx.x % 32 : 0;
     prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);
@@ -200,20 +244,26 @@ __device__ void load_tiles(const Params<Shape> &p, typename Shape::SharedMemory 
         const auto &work = shared.work(q_item);
         if (!work.tile.is_valid) break;
         const int q_row = work.seq.q_begin + work.tile.block * kBlockM, b = work.tile.b;
+        auto load_q = [&](int begin, int end) {
 #pragma unroll 1
-        for (int c = 0; c < Shape::kConsumers; c++) {
-            if (!kKeys || lane_idx > 0) continue;
-            shared.q[c].producer_acquire(q_item);
-            load_tile(shared.sQ[shared.q_index(q_item, c)], p.q_tma, shared.q[c].full_barrier(q_item), q_row + 64 * c,
-                      work.tile.h, b);
-        }
+            for (int c = begin; c < end; c++) {
+                if (!kKeys || lane_idx > 0) continue;
+                shared.q.producer_acquire(q_item, c);
+                load_tile(shared.sQ[shared.q.index(q_item, c)], p.q_tma, shared.q.full_barrier(q_item, c),
+                          q_row + 64 * c, work.tile.h, b);
+            }
+        };
+        load_q(0, kEarly);
         // When n_next blocks are left, find_tiles() may overwrite the oldest work item: consumers have released a later
         // Q. One of two warps has not waited for that, but find_tiles() waits for both.
         const int num_blocks = work.num_blocks(), n_next = min(num_blocks, kAhead + 1);
         int n_block = work.first_block();
         typename Shape::KeyBlocks keys(p, work.tile, work.seq, n_block);
         typename Shape::TileWalk walk(p, shared, work);
-        if (num_blocks <= 0) shared.found.consumer_release(q_item, lane_idx);
+        if (num_blocks <= 0) {
+            load_q(kEarly, Shape::kConsumers);
+            shared.found.consumer_release(q_item, lane_idx);
+        }
 #pragma unroll 1
         for (int n_left = num_blocks, next; n_left > 0; n_left--, n_block = next, kv_item++) {
             const uint32_t stage = kv_item % Shape::kStages;
@@ -232,12 +282,13 @@ __device__ void load_tiles(const Params<Shape> &p, typename Shape::SharedMemory 
                 if (Shape::kCached || lane_idx == 0)
                     keys.load(shared.sV[stage], p.v_tma, shared.v.full_barrier(kv_item));
             }
+            if (n_left == num_blocks) load_q(kEarly, Shape::kConsumers);
         }
     }
     if (kKeys && lane_idx == 0)
-        for (auto &ring : shared.q) {  // which ends each consumer
-            ring.producer_acquire(q_item);
-            mbarrier_arrive(ring.full_barrier(q_item));
+        for (int c = 0; c < Shape::kConsumers; c++) {  // which ends each consumer
+            shared.q.producer_acquire(q_item, c);
+            mbarrier_arrive(shared.q.full_barrier(q_item, c));
         }
 }
 

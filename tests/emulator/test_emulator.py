@@ -48,9 +48,12 @@ KERNEL_CASES = {
     "sm80/flash_bwd_sm80.cu": ["sm80_fp16_64", "sm80_order_narrow", "sm80_256_narrow", "sm80_one", "sm80_softcap_drop"],
     "sm90/bwd/flash_bwd_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_turns", "sm90_turns_causal",
                                    "sm90_mods_drop_128", "sm90_low_128", "sm90_softcap", "sm90_packed_turns",
-                                   "sm90_splits_turns", "sm90_unseen", "sm90_many_late", "sm90_long_few", "sm90_packed"],
+                                   "sm90_splits_turns", "sm90_unseen", "sm90_many_late", "sm90_long_few", "sm90_packed",
+                                   "sm90_narrow_v", "sm90_narrow_v_late", "sm90_narrow_v_lens",
+                                   "sm90_narrow_v_splits", "sm90_narrow_v_window", "sm90_narrow_v_packed"],
     "sm90/bwd/flash_bwd_wide_sm90.cu": ["sm90_136_causal", "sm90_low_256", "sm90_drop_192", "sm90_drop_256",
-                                        "sm90_packed_drop", "sm90_pair_192", "sm90_pair_packed"],
+                                        "sm90_packed_drop", "sm90_pair_192", "sm90_pair_packed",
+                                        "sm90_narrow_v_drop"],
     "sm90/flash_dmma.cu": ["dmma_64", "dmma_64_causal", "dmma_128_causal"],
     "cache/decode.cu": ["one", "d64", "d128", "d256", "narrow", "wide_v", "mqa", "tokens", "many_rows", "pages_16",
                         "pages_3", "interleaved", "leftpad", "leftpad_pages", "batch_idx", "window", "window_both",
@@ -62,8 +65,9 @@ KERNEL_CASES = {
                              "tall_uneven", "mixed_lengths", "mixed_padding", "all_kernels"],
     "cache/prefill_sm90.cu": ["prefill_pages", "prefill_interleaved", "prefill_leftpad", "prefill_batch_idx",
                               "prefill_clamped"],
-    "sm90/flash_sm90.cu": ["sm90_64_causal", "sm90_80_causal", "sm90_104", "sm90_lens_192", "sm90_256", "sm90_one",
-                           "sm90_scale_30_96", "sm90_packed_v", "sm90_narrow_v"],
+    "sm90/flash_sm90.cu": ["sm90_64", "sm90_77", "sm90_window_both", "sm90_64_causal", "sm90_80_causal", "sm90_104",
+                           "sm90_lens_192", "sm90_256", "sm90_one", "sm90_scale_30_96", "sm90_packed_v",
+                           "sm90_narrow_v"],
     "sm90/mods/flash_dropout_sm90.cu": ["sm90_drop_64", "sm90_drop_128", "sm90_drop_192"],
     "sm90/mods/flash_masked_sm90.cu": ["sm90_units", "sm90_units_causal", "sm90_mask"],
     "sm90/mods/flash_max_logits_sm90.cu": ["sm90_max", "sm90_max_scale_30", "sm90_max_packed"],
@@ -77,7 +81,8 @@ SIMT = ["fp32_64", "fp16_128", "fp16_256"]
 SM80 = ["sm80_one", "sm80_order", "sm80_fp16_192", "sm80_256_narrow"]
 SM90 = ["sm90_128_causal", "sm90_200_causal", "sm90_256", "sm90_lens_128", "sm90_many_causal", "sm90_packed"]
 SM90_BACKWARD = ["sm90_128_causal", "sm90_splits", "sm90_turns", "sm90_turns_causal", "sm90_packed", "sm90_drop_64",
-                 "sm90_many_causal", "sm90_long", "sm90_many_late", "sm90_long_late", "sm90_softcap"]
+                 "sm90_many_causal", "sm90_long", "sm90_many_late", "sm90_long_late", "sm90_softcap", "sm90_narrow_v",
+                 "sm90_narrow_v_late"]
 SHOWN_TO = {
     "simt/tiles.h": SIMT, "flash.cu": SIMT, "simt/flash_bwd.cu": SIMT, "simt/flash_bwd_bias.cu": ["simt_bias"],
     "sm80/tiles.cuh": SM80, "sm80/flash_sm80.cu": ["sm80_fp16_64", "sm80_fp16_192"], "sm80/flash_bwd_sm80.cu": SM80,

@@ -58,7 +58,9 @@ __device__ void add_dq(const BwdParams<Shape> &p, Shared &shared, uint32_t i, in
     if (p.deterministic) shared.dq_turns.consumer_wait(i);
     if (has_part) {
 #pragma unroll
-        for (int n = 0; n < Shape::kDqTiles; n++) red_add(dq_accum + 128 * n, acc_dq[n]);
+        for (int n = 0; n < Shape::kDqTiles; n++)
+            if (has_dq<Shape>(p, warp, n))
+                Shape::kOneTile ? store(dq_accum + 128 * n, acc_dq[n]) : red_add(dq_accum + 128 * n, acc_dq[n]);
     }
     if (p.deterministic) {
         __syncwarp();  // unobserved by racecheck: it knows of no order in global memory

@@ -1,5 +1,5 @@
 // sm90/bwd/ has the backward pass on Hopper. Order: dq.cuh, producer.cuh, consumer.cuh, launch.cuh, flash_bwd_sm90.cu.
-// Beside it, for head_dim above 128: flash_bwd_wide_sm90.cu. This file: dq_accum becomes dq, each head when whole.
+// Beside it, for other head_dims above 128: flash_bwd_wide_sm90.cu. This file: dq_accum becomes dq, a head when whole.
 #pragma once
 
 #include "common/bwd_workspace.cuh"
@@ -9,8 +9,14 @@ namespace sm90 {
 
 using namespace device;
 
-// A consumer's part of dQ [kBlockM, kHeadDim]: 64 columns, 64 rows, all of it in turns, or 64 columns transposed.
+// A part of dQ [kBlockM, kHeadDim]: 64 columns, 64 rows, all of it in turns, or 64 columns transposed. Each consumer
+// has one; at head_dim 192 they take the third in turns.
 enum class DqPart { kColumns, kRows, kTurns, kTransposed };
+
+// Whether fragment n of a warp has columns of dQ, not only padding. Other kernels have no registers to ask.
+template <typename Shape> __device__ bool has_dq(const AttnBackwardParams &p, int warp_idx, int n) {
+    return Shape::kDqPart != DqPart::kColumns || warp_idx / 4 * 64 + 8 * n < p.head_dim;
+}
 
 // A key head's sums are whole after `arrivals` reports, or if 0 (keys are split) after the previous kernel.
 template <typename T, typename Shape>
@@ -33,7 +39,8 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
                                                thread_idx() % 32);
     float4 x[Shape::kDqTiles];
 #pragma unroll
-    for (int n = 0; n < Shape::kDqTiles; n++) x[n] = *reinterpret_cast<const float4 *>(dq_accum + 128 * n);
+    for (int n = 0; n < Shape::kDqTiles; n++)
+        x[n] = has_dq<Shape>(p, warp_idx, n) ? *reinterpret_cast<const float4 *>(dq_accum + 128 * n) : float4{};
     const int m0 = warp_idx % 4 * 16;
 #pragma unroll
     for (int n = 0; n < Shape::kDqTiles; n += 2) {
@@ -54,7 +61,7 @@ __global__ void __launch_bounds__(32 * Shape::kDqWarps)
     for (int i = threadIdx.x; i < kBlockM * kVecs; i += 32 * Shape::kDqWarps) {
         const int row = tile.block * kBlockM + i / kVecs, col = i % kVecs * 8;
         if (row >= seq.padded_q || col >= p.head_dim) continue;
-        const bool is_empty = row >= seq.seqlen_q || lse_log2[row] == INFINITY;  // the sum may be NaN
+        const bool is_empty = row >= seq.seqlen_q || lse_log2[row] == INFINITY;  // sum is NaN or unset
         *reinterpret_cast<uint4 *>(rows_of<T>(p.dq, tile.b, tile.h, seq.q_begin + row) + col) =
             is_empty ? uint4{} : sdQ.template at<uint4>(i / kVecs, col);
     }

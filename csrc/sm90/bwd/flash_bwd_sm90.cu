@@ -1,4 +1,5 @@
-// FlashAttention backward on Hopper's tensor cores (sm_90a), fp16 and bf16 with fp32 sums, head_dim to 128.
+// FlashAttention backward on Hopper's tensor cores (sm_90a), fp16 and bf16 with fp32 sums, head_dim to 128, or to 192
+// where that of v is at most 128.
 // A block of threads takes one work item, kBlockN keys, after the other. Its products are those of
 // sm80/flash_bwd_sm80.cu, and a consumer has 64 keys:
 //   S = K Qᵀ                     [64, kBlockM]
@@ -18,21 +19,25 @@
 
 namespace sm90 {
 
-template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_, bool kChunks_ = false, bool kMasked_ = false>
+template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_, bool kChunks_ = false, bool kMasked_ = false,
+          bool kOneTile_ = false, int kHeadDimV_ = kHeadDim_>
 struct BwdShape {
+    static constexpr bool kOneTile = kOneTile_;  // a head has one tile of keys: dQ is stored, not added to zeros
     static constexpr bool kChunks = kChunks_;  // there may be an attention_chunk
     static constexpr bool kMasked = kMasked_;  // by a block mask
     using Mask = MaskOf<kChunks>;
-    static constexpr int kHeadDim = kHeadDim_, kConsumers = kConsumers_, kBlockM = kBlockM_, kStages = kStages_;
+    static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+    static constexpr int kConsumers = kConsumers_, kBlockM = kBlockM_, kStages = kStages_;
     static constexpr int kBlockN = 64 * kConsumers, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
     static constexpr DqPart kDqPart = kBlockM % 64      ? DqPart::kTransposed
                                       : kBlockM == 128  ? DqPart::kRows
                                       : kHeadDim == 128 ? DqPart::kColumns
                                                         : DqPart::kTurns;
-    static constexpr int kDqParts = kDqPart == DqPart::kTurns ? 1 : kConsumers, kDqWarps = 4 * kDqParts;
+    static constexpr int kDqParts = kDqPart == DqPart::kTurns ? 1 : kHeadDim > 128 ? 3 : kConsumers;
+    static constexpr int kDqWarps = 4 * kDqParts;
     static constexpr int kDqTiles = kBlockM * kHeadDim / (512 * kDqParts);
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-    static constexpr int kValueStages = kBlockM == 80 ? 1 : 2;
+    static constexpr int kValueStages = kDqPart == DqPart::kTransposed ? 1 : 2;
     static constexpr int kMaxSplits = 16;
     static constexpr bool kFillsGpu = true, kCountsArrivals = true;
     static constexpr int kTileBlocks = 1, kSemaphores = kTileBlocks;
@@ -91,8 +96,8 @@ __device__ void multiply_dq(float (&acc_dq)[Shape::kDqTiles][4],
 // kMods: changed scores, perhaps with dropout.
 template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsumer {
     static constexpr int kBlockM = Shape::kBlockM, kStages = Shape::kStages, kValueStages = Shape::kValueStages;
-    static constexpr int kNTiles = kBlockM / 8, kDTiles = Shape::kHeadDim / 8;
-    static constexpr int kUnits = kBlockM / Unit::kSize;  // of a block mask
+    static constexpr int kNTiles = kBlockM / 8, kDTiles = Shape::kHeadDim / 8, kDVTiles = Shape::kHeadDimV / 8;
+    static constexpr int kDqParts = Shape::kDqParts, kUnits = Shape::kMasked ? kBlockM / Unit::kSize : 1;
     static_assert(!kDropout || kBlockM == 64);
     const BwdParams<Shape> &p;
     BwdSharedMemory<Shape> &shared;
@@ -101,7 +106,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
     const uint32_t ds_address = shared.sdS[0].address(
         lane_idx / 16 * 8 + lane_idx % 8, 64 * consumer + 16 * warp_idx + lane_idx / 8 % 2 * 8);
     // Registers are few: acc_s is also acc_dq, and acc_dp is P and dS.
-    float acc_s[1][kNTiles][4], acc_dp[kNTiles][4], acc_dk[kDTiles][4], acc_dv[kDTiles][4];
+    float acc_s[1][kNTiles][4], acc_dp[kNTiles][4], acc_dk[kDTiles][4], acc_dv[kDVTiles][4];
     __device__ auto &acc_dq() { return reinterpret_cast<float (&)[Shape::kDqTiles][4]>(acc_s); }
     __device__ Operands<kNTiles> operands(int first) { return {acc_dp, first}; }
 
@@ -208,14 +213,22 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         }
         if (kDropout && !kMods) drop(acc_dp, shared.delta[stage], kept, float(p.keep_scale), lane_idx);
         form_ds(i, kept);
-        if constexpr (kForms) form_dq(i, late_t);
+        auto end_dq_part = [&](int part) {
+            shared.ds.consumer_release(i, lane_idx);
+            if (!is_added) add_dq_part(i, part);
+        };
+        if (kDqParts == 3 && has_turn(i)) {
+            form_dq(i, late_t, 2);
+            warpgroup_wait<0>(acc_dq());
+            end_dq_part(2);
+        }
+        if constexpr (kForms) form_dq(i, late_t, own_part());
         warpgroup_arrive();
         multiply_ab<T>(acc_dv, operands(0), shared.sdO[stage]);
         multiply_ab<T>(acc_dk, operands(1), shared.sQ[stage]);
         if constexpr (kForms) {
             warpgroup_wait<2>(acc_dq());
-            shared.ds.consumer_release(i, lane_idx);
-            if (!is_added) add_dq(p, shared, i - 1, dq_warp(), lane_idx, acc_dq());
+            end_dq_part(own_part());
         }
     }
 
@@ -246,32 +259,45 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         __syncwarp();
         if (lane_idx == 0) mbarrier_arrive(shared.ds.full_barrier(i + 1));
     }
-    __device__ bool forms_dq(uint32_t i) const { return Shape::kDqParts > 1 || i % Shape::kConsumers == consumer; }
-    __device__ int dq_warp() const { return (Shape::kDqParts > 1 ? 4 * consumer : 0) + warp_idx; }
-    __device__ void form_dq(uint32_t i, uint32_t t) {  // row block i - 1 of work item t
+    // Each consumer has a part of dQ. A third one, or the only one, they take in turns.
+    __device__ bool has_turn(uint32_t i) const { return i % Shape::kConsumers == consumer; }
+    __device__ bool forms_dq(uint32_t i) const { return kDqParts > 1 || has_turn(i); }
+    __device__ int own_part() const { return kDqParts > 1 ? consumer : 0; }
+    __device__ void add_dq_part(uint32_t i, int part) {
+        add_dq(p, shared, i - 1, 4 * part + warp_idx, lane_idx, acc_dq());
+    }
+    __device__ void form_dq(uint32_t i, uint32_t t, int part) {  // row block i - 1 of work item t
         const auto &sdS = shared.sdS[warp_uniform(i) % 2];
         const auto &sK = shared.sK[warp_uniform(t) % 2];
         shared.ds.consumer_wait(i);
         warpgroup_arrive();
-        multiply_dq<T, Shape>(acc_dq(), sdS, sK, Shape::kDqParts > 1 ? 64 * consumer : 0);
+        multiply_dq<T, Shape>(acc_dq(), sdS, sK, 64 * part);
     }
     __device__ void add_last_dq(uint32_t i, uint32_t t) {  // formed again in the next item, but not added
-        if (!forms_dq(i)) return;
-        form_dq(i, t);
-        warpgroup_wait<0>(acc_dq());
-        add_dq(p, shared, i - 1, dq_warp(), lane_idx, acc_dq());
+        auto add = [&](int part) {
+            form_dq(i, t, part);
+            warpgroup_wait<0>(acc_dq());
+            add_dq_part(i, part);
+        };
+        if (forms_dq(i)) add(own_part());
+        if (kDqParts == 3 && has_turn(i)) add(2);
     }
 
     __device__ void store(const BwdWorkItem<Shape> &work) {  // through sV, a part for each warp
         const int key0 = work.tile.block * Shape::kBlockN + 64 * consumer + 16 * warp_idx;
-        auto store_keys = [&](float (&acc)[kDTiles][4], float scale, const Tensor &x, int cols) {
-            auto *rows = rows_of<uint16_t>(x, work.tile.b, work.tile.h_k, work.seq.k_begin + key0);
-            store_accumulators<T>(acc, scale, work.seq.seqlen_k - key0, shared.sV[work.idx % kValueStages][consumer],
-                                  16 * warp_idx, rows, x.row_stride, work.seq.padded_k - key0, cols);
+        auto store_keys = [&](float (*acc)[4], float scale, const Tensor &x, int cols, int col) {
+            auto *rows = rows_of<uint16_t>(x, work.tile.b, work.tile.h_k, work.seq.k_begin + key0) + col;
+            store_accumulators<T>(reinterpret_cast<float (&)[kDVTiles][4]>(acc[col / 8]), scale,
+                                  work.seq.seqlen_k - key0, shared.sV[work.idx % kValueStages][consumer],
+                                  16 * warp_idx, rows, x.row_stride, work.seq.padded_k - key0, cols - col);
         };
-        store_keys(acc_dv, p.dv_scale, p.dv, p.head_dim_v);
-        __syncwarp();
-        store_keys(acc_dk, p.dk_scale, p.dk, p.head_dim);
+        store_keys(acc_dv, p.dv_scale, p.dv, p.head_dim_v, 0);
+        auto store_dk = [&](int col) {
+            __syncwarp();
+            store_keys(acc_dk, p.dk_scale, p.dk, p.head_dim, col);
+        };
+        store_dk(0);
+        if (kDTiles > kDVTiles) store_dk(8 * (kDTiles - kDVTiles));  // columns 64 to 127 once more
         fence_proxy_async();  // unobserved by the emulator: it would be if TMA wrote to sV at once
     }
 };
@@ -298,23 +324,28 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd(const __grid_co
 template <typename T, typename Shape> void launch_kernel(const AttnBackwardParams &p) {
     static_assert(sizeof(BwdSharedMemory<Shape>) <= 227 << 10);
     auto *kernel = flash_bwd<T, Shape, false, false>;
-    if constexpr (Shape::kBlockM == 64 && !Shape::kMasked)
+    if constexpr (Shape::kBlockM == 64 && !Shape::kMasked && !Shape::kOneTile)
         if (p.dropout_seed) kernel = flash_bwd<T, Shape, true, false>;
     if constexpr (Shape::kChunks)
         if (p.has_score_mods()) kernel = flash_bwd<T, Shape, true, true>;
     launch_bwd<T, Shape, sizeof(BwdSharedMemory<Shape>)>(p, kernel);
 }
 
-// {kHeadDim, kConsumers, kBlockM, kStages, kChunks, kMasked}. 64 rows leave registers for dropout, changed scores and
-// chunks. 80 rows are slower below 2048 rows, or at 2048 under a causal mask (journal). Packed batches of any length
-// have the same tiles: a sample's bits must not depend on it.
+// {kHeadDim, kConsumers, kBlockM, kStages, kChunks, kMasked, kOneTile, kHeadDimV}. 64 rows leave registers for dropout,
+// changed scores and chunks. 80 rows are slower below 2048 rows, or at 2048 under a causal mask (journal). Beside a dK
+// of 192 columns there are registers for 48 rows. Packed batches of any length have the same tiles: a sample's bits
+// must not depend on it.
 template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
+    if (p.head_dim > 128) return f.template operator()<BwdShape<192, 2, 48, 2, false, false, false, 128>>();
     if (p.block_mask.rows)
         return p.max_head_dim() <= 64 ? f.template operator()<BwdShape<64, 2, 128, 2, false, true>>()
                                       : f.template operator()<BwdShape<128, 2, 64, 2, false, true>>();
     if (p.attention_chunk || p.has_score_mods())
         return p.max_head_dim() <= 64 ? f.template operator()<BwdShape<64, 2, 64, 4, true>>()
                                       : f.template operator()<BwdShape<128, 2, 64, 2, true>>();
+    if (p.seqlen_k <= 128 && !p.cu_seqlens_k && !p.dropout_seed)
+        return p.max_head_dim() <= 64 ? f.template operator()<BwdShape<64, 2, 128, 2, false, false, true>>()
+                                      : f.template operator()<BwdShape<128, 2, 64, 2, false, false, true>>();
     if (p.max_head_dim() <= 64)
         return p.dropout_seed ? f.template operator()<BwdShape<64, 2, 64, 4>>()
                               : f.template operator()<BwdShape<64, 2, 128, 2>>();
@@ -323,16 +354,21 @@ template <typename F> auto with_bwd_shape(const AttnBackwardParams &p, F f) {
                                             : f.template operator()<BwdShape<128, 2, 64, 2>>();
 }
 
+// Whether flash_bwd_wide_sm90.cu serves it: dropout and masks come in tiles of 64 rows.
+static bool is_wide(const AttnBackwardParams &p) {
+    return p.max_head_dim() > (p.head_dim_v > 128 || p.dropout_seed || p.has_mods() ? 128 : 192);
+}
+
 int64_t backward_workspace(const AttnBackwardParams &given) {
     const AttnBackwardParams p = with_units(given);
-    if (p.max_head_dim() > 128) return backward_workspace_wide(p);
+    if (is_wide(p)) return backward_workspace_wide(p);
     return with_bwd_shape(p, [&]<typename Shape> { return BwdWorkspace<Shape>(p).bytes(p.deterministic); });
 }
 
 void flash_backward(const AttnBackwardParams &given) {
     if (given.walks_mask()) launch_pack_units(given);
     const AttnBackwardParams p = with_units(given);
-    if (p.max_head_dim() > 128) return flash_backward_wide(p);
+    if (is_wide(p)) return flash_backward_wide(p);
     with_bwd_shape(p, [&]<typename Shape> {
         if (p.dtype == DType::kFloat16) launch_kernel<__half, Shape>(p);
         else launch_kernel<__nv_bfloat16, Shape>(p);

@@ -1,6 +1,6 @@
-// FlashAttention backward on Hopper's tensor cores for head_dim above 128. Two consumers' registers hold dK and dV of
-// 64 keys, but adding dQ for every 64 keys would take too much of L2's time. So a pair, a cluster of two blocks, owns
-// 128 keys, 64 each, and walks along the rows that see them, 64 at a time:
+// FlashAttention backward on Hopper's tensor cores for head_dims above 128 that flash_bwd_sm90.cu does not serve. Two
+// consumers' registers hold dK and dV of 64 keys, but adding dQ for every 64 keys would take too much of L2's time. So a
+// pair, a cluster of two blocks, owns 128 keys, 64 each, and walks along the rows that see them, 64 at a time:
 //   consumer 0   S = K Qᵀ                P = exp(scale · S - lse)     dV += P dO
 //   consumer 1   dP = V dOᵀ              dS = P ∘ (dP - delta)        dK += dS Q
 //   both         dQ += dS(before)ᵀ K     over both blocks' keys, 64 columns each
@@ -28,7 +28,7 @@ template <int kHeadDim_, bool kMasked_> struct WideShape {
     static constexpr int kHeadDim = kHeadDim_, kDTiles = kHeadDim / 8, kBlockM = 64, kNTiles = kBlockM / 8;
     static constexpr int kConsumers = 2, kStages = 2, kNThreads = 128 * (kConsumers + 1), kNWarps = 4 * kConsumers;
     static constexpr int kTileBlocks = 2, kSemaphores = kTileBlocks, kBlockN = 64 * kTileBlocks, kMaxSplits = 1;
-    static constexpr bool kIsPersistent = false, kFillsGpu = true, kCountsArrivals = true;
+    static constexpr bool kIsPersistent = false, kFillsGpu = true, kCountsArrivals = true, kOneTile = false;
     static constexpr DqPart kDqPart = DqPart::kColumns;
     static constexpr int kDqParts = kHeadDim / 64, kDqWarps = 4 * kDqParts;
     static constexpr int kDqTiles = kBlockM * kHeadDim / (512 * kDqParts);

@@ -15,7 +15,13 @@ void launch_bwd(const AttnBackwardParams &p, void (*kernel)(BwdParams<Shape>)) {
     if (blocks + num_sms() > INT32_MAX)
         throw std::runtime_error("minimal_attn: batch_size · nheads_k · seqlen_k is too large: k has 2^31 tiles");
     auto *stream = static_cast<cudaStream_t>(p.stream);
-    check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.zeroed_bytes(p.deterministic), stream));
+    const int64_t zeros = workspace.zeroed_bytes(p.deterministic);
+    auto clear = [&](int64_t begin, int64_t end) {
+        check_cuda(cudaMemsetAsync(static_cast<char *>(p.workspace) + begin, 0, end - begin, stream));
+    };
+    // A single tile stores its dQ between the ticket and the other numbers, which are 0 at the start.
+    clear(0, Shape::kOneTile ? workspace.kTicketBytes : zeros);
+    if (Shape::kOneTile) clear(workspace.kTicketBytes + 4 * workspace.tiles * workspace.kDqFloats, zeros);
     simt::preprocess_backward(p);
     auto tma = [&](const char *name, const Tensor &x, int heads, int rows, int head_dim, int box_rows) {
         return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, head_dim, box_rows);

@@ -128,10 +128,11 @@ __device__ inline int slot_of_row(int row) {
 
 template <typename Shape> struct BwdSharedMemory {
     static constexpr int kConsumers = Shape::kConsumers, kBlockM = Shape::kBlockM, kHeadDim = Shape::kHeadDim;
-    static constexpr int kStages = Shape::kStages, kValueStages = Shape::kValueStages;
-    SmemTile<64, kHeadDim> sK[2][kConsumers];             // of two work items
-    SmemTile<64, kHeadDim> sV[kValueStages][kConsumers];  // then dK and dV
-    SmemTile<kBlockM, kHeadDim> sQ[kStages], sdO[kStages];
+    static constexpr int kHeadDimV = Shape::kHeadDimV, kStages = Shape::kStages, kValueStages = Shape::kValueStages;
+    SmemTile<64, kHeadDim> sK[2][kConsumers];              // of two work items
+    SmemTile<64, kHeadDimV> sV[kValueStages][kConsumers];  // then dK and dV
+    SmemTile<kBlockM, kHeadDim> sQ[kStages];
+    SmemTile<kBlockM, kHeadDimV> sdO[kStages];
     SmemTile<kBlockM, Shape::kBlockN> sdS[2];  // [rows, keys]
     alignas(16) float lse_log2[kStages][kBlockM], delta[kStages][kBlockM];  // by slot_of_row()
     RowBlock row_blocks[2 * kStages];  // dQ is late
@@ -264,7 +265,7 @@ template <typename Shape>
 __device__ void load_tiles(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared, const BwdWorkItem<Shape> &work) {
     const Tile &tile = work.tile;
     const uint32_t t = work.idx;
-    auto load_keys = [&](SmemTile<64, Shape::kHeadDim> &to, const TmaTensor &x, Barrier &full, int c) {
+    auto load_keys = [&](auto &to, const TmaTensor &x, Barrier &full, int c) {
         load_bytes(to, x, full, work.seq.k_begin + tile.block * Shape::kBlockN + 64 * c, tile.h_k, tile.b);
     };
     shared.keys.producer_acquire(t);

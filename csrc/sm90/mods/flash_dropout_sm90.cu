@@ -30,9 +30,9 @@ struct WithDropout : Plain {
 
 void flash_forward_dropout(const AttnParams &p) {
     const int head_dim = p.max_head_dim();  // random words take registers
-    if (head_dim <= 64) launch_fwd<Shape<64, 3, 128, 4, 2, WithDropout>>(p);
-    else if (head_dim <= 128) launch_fwd<Shape<128, 3, 64, 4, 2, WithDropout>>(p);
-    else launch_fwd<Shape<256, 2, 64, 2, 1, WithDropout>>(p);
+    if (head_dim <= 64) launch_fwd<Shape<64, 3, 128, 4, 6, WithDropout>>(p);
+    else if (head_dim <= 128) launch_fwd<Shape<128, 3, 64, 4, 6, WithDropout>>(p);
+    else launch_fwd<Shape<256, 2, 64, 2, 2, WithDropout>>(p);
 }
 
 }  // namespace sm90

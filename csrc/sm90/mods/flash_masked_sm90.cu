@@ -215,11 +215,11 @@ void flash_forward_masked(const AttnParams &given) {
     if (given.walks_mask()) launch_pack_units(given);
     const AttnParams p = with_units(given);
     const int head_dim = p.max_head_dim();  // tiles of whole units
-    if (head_dim <= 64) return launch_fwd<Shape<64, 3, 128, 4, 2, Masked>>(p);
-    if (head_dim <= 96) return launch_fwd<Shape<96, 3, 64, 4, 2, Masked>>(p);
-    if (head_dim <= 128) return launch_fwd<Shape<128, 3, 64, 4, 2, Masked>>(p);
-    if (head_dim <= 192) return launch_fwd<Shape<192, 2, 64, 2, 2, Masked>>(p);
-    launch_fwd<Shape<256, 2, 64, 2, 1, Masked>>(p);
+    if (head_dim <= 64) return launch_fwd<Shape<64, 3, 128, 4, 6, Masked>>(p);
+    if (head_dim <= 96) return launch_fwd<Shape<96, 3, 64, 4, 6, Masked>>(p);
+    if (head_dim <= 128) return launch_fwd<Shape<128, 3, 64, 4, 6, Masked>>(p);
+    if (head_dim <= 192) return launch_fwd<Shape<192, 2, 64, 2, 4, Masked>>(p);
+    launch_fwd<Shape<256, 2, 64, 2, 2, Masked>>(p);
 }
 
 }  // namespace sm90

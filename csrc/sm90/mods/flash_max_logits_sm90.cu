@@ -53,7 +53,7 @@ struct WithMaxLogits : Plain {
 };
 
 void flash_forward_max_logits(const AttnParams &p) {
-    with_shape<WithMaxLogits, Shape<128, 3, 80, 2, 2, WithMaxLogits>>(
+    with_shape<WithMaxLogits, Shape<128, 3, 80, 2, 6, WithMaxLogits>>(
         p.max_head_dim(), [&]<typename Shape>() { launch_fwd<Shape>(p); });
 }
 

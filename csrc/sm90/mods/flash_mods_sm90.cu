@@ -13,11 +13,11 @@ struct Changed : Plain {
 };
 
 template <typename Run> auto with_mods_shape(int head_dim, Run run) {  // the most keys that leave room for a bias
-    if (head_dim <= 64) return run.template operator()<Shape<64, 3, 128, 2, 2, Changed>>();
-    if (head_dim <= 96) return run.template operator()<Shape<96, 3, 96, 2, 2, Changed>>();
-    if (head_dim <= 128) return run.template operator()<Shape<128, 3, 80, 2, 2, Changed>>();
-    if (head_dim <= 192) return run.template operator()<Shape<192, 2, 80, 2, 1, Changed>>();
-    return run.template operator()<Shape<256, 2, 64, 2, 1, Changed>>();
+    if (head_dim <= 64) return run.template operator()<Shape<64, 3, 128, 2, 6, Changed>>();
+    if (head_dim <= 96) return run.template operator()<Shape<96, 3, 96, 2, 6, Changed>>();
+    if (head_dim <= 128) return run.template operator()<Shape<128, 3, 80, 2, 6, Changed>>();
+    if (head_dim <= 192) return run.template operator()<Shape<192, 2, 80, 2, 2, Changed>>();
+    return run.template operator()<Shape<256, 2, 64, 2, 2, Changed>>();
 }
 
 int64_t num_mask_words(const AttnParams &p, bool is_backward) {

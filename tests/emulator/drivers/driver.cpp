@@ -110,6 +110,8 @@ template <typename T> void run(const Case &c, double epsilon) {
             auto make_nan = [](const char *, auto &result) { result.make_nan(); };
             x.for_forward(make_nan), x.for_backward(make_nan);
             run_and_check(x, expected, epsilon);
+            x.tile_counter.fetch();
+            if (x.tile_counter.host != std::vector{0, 0}) throw std::runtime_error("the tile counter is not 0");
             auto compare = [&](const std::string &result, auto &buffer) {
                 if (result == "dq" && !x.p.deterministic) return;
                 const std::string now(reinterpret_cast<const char *>(buffer.host.data()), buffer.bytes());

@@ -120,7 +120,8 @@ template <typename T> struct Tensors {
     Buffer<float> max_logits{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<float> lse{c.batch_size, c.nheads, c.seqlen_q, 1}, delta{c.batch_size, c.nheads, c.seqlen_q, 1};
     Buffer<float> lse_log2{c.batch_size, c.nheads, c.seqlen_q, 1};
-    Buffer<int> seqused_q{c.samples(), 1, 1, 1}, seqused_k{c.samples(), 1, 1, 1}, tile_counter{1, 1, 1, 1};
+    Buffer<int> seqused_q{c.samples(), 1, 1, 1}, seqused_k{c.samples(), 1, 1, 1};
+    Memory<int> tile_counter{{0, 0}};
     Buffer<int> cu_seqlens_q{c.samples() + 1, 1, 1, 1}, cu_seqlens_k{c.samples() + 1, 1, 1, 1};
     Buffer<int64_t> seed{1, 1, 1, c.is_part ? 1 + 4 * c.samples() : 1};  // and origins
     Buffer<float> sinks{1, 1, 1, c.nheads};

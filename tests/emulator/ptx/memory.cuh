@@ -1,6 +1,7 @@
 // ptx/memory.cuh of csrc for the emulator.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "ptx/sm80.cuh"
@@ -16,6 +17,7 @@ inline int atomic_add_acq_rel(int *to, int x) { return std::exchange(*to, *to + 
 void sleep_briefly();
 int load_acquire(const int *from);
 void store_release(int *to, int x);
+inline void store(float *to, const float (&x)[4]) { std::copy_n(x, 4, to); }
 void red_add(float *to, const float (&x)[4]);
 
 }  // namespace ptx

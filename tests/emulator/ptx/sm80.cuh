@@ -36,6 +36,8 @@ template <typename T> void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b
 }
 
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
+inline float rcp_approx(float x) { return 1 / x; }
 inline float tanh_approx(float x) { return std::tanh(x); }
 
 template <typename T> uint32_t pack(float x, float y) {
