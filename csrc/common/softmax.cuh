@@ -126,7 +126,8 @@ template <int kMTiles> struct Softmax {
     }
 
     // acc_o becomes the output times `scale`, and lse is written. row: this lane's first; gLse: of row 0, or nullptr.
-    // A row without keys, whose sums may be 0 · NaN, and a row beyond the sample get output 0. lse_of: see LogSumExp.
+    // A row without keys, whose sums may be 0 · NaN, and a row beyond the sample get output 0, or NaN if a score was +inf
+    // (row_max - row_max). lse_of: see LogSumExp.
     template <int kDTiles, typename Sum, typename Lse = LogSumExp>
     __device__ void finalize(Sum (&acc_o)[kMTiles][kDTiles][4], float *gLse, const Sequence &seq, int row,
                              const float *sink, float scale = 1.f, Lse lse_of = {}) {
@@ -153,15 +154,13 @@ template <int kMTiles> struct Softmax {
             for (int i = 0; i < kRows; i++) {
                 if (has_keys[i]) continue;
                 scale_o[i] = 1;
-                for (auto &x : acc_o[i / 2]) x[i % 2 * 2] = x[i % 2 * 2 + 1] = row_max[i] - row_max[i];  // 0 or NaN
+                for (auto &x : acc_o[i / 2]) x[i % 2 * 2] = x[i % 2 * 2 + 1] = row_max[i] - row_max[i];
             }
         rescale(acc_o, scale_o);
 #pragma unroll
-        for (int i = 0; i < kRows; i++) {
-            const float nothing = row_max[i] - row_max[i];  // 0, or NaN if a score overflowed to +inf
+        for (int i = 0; i < kRows; i++)
             if (gLse && row + 8 * i < seq.padded_q && threadIdx.x % 4 == 0)
-                gLse[row + 8 * i] =
-                    row_sum[i] == 0.f ? nothing - INFINITY : lse_of(row_max[i], row_sum[i]);
-        }
+                gLse[row + 8 * i] = row_sum[i] == 0.f ? row_max[i] - row_max[i] - INFINITY  // as out, 0 or NaN
+                                                      : lse_of(row_max[i], row_sum[i]);
     }
 };

@@ -11,18 +11,17 @@ void flash_forward(const AttnParams &p) {
     if (p.max_logits || p.attention_chunk) return flash_forward_max_logits(p);
     const int head_dim = p.max_head_dim();
     const int64_t keys_of_a_row = std::min<int64_t>(p.seqlen_k, int64_t(p.window_left) + p.window_right + 1);
-    // is_padded: not a packed batch. These all have the same tiles: a sample's bits must not depend on its batch.
-    const bool is_padded = !p.cu_seqlens_q, is_128 = head_dim > 96 && head_dim <= 128;
+    // Packed batches all have the same tiles: a sample's bits must not depend on the others.
+    const bool is_packed = p.cu_seqlens_q, is_128 = head_dim > 96 && head_dim <= 128;
     // Short calls: three small blocks share a multiprocessor, and hide one another's first and last steps. They read K
     // and V more often, so long calls are slower (journal, forward.md).
-    if (head_dim <= 64 && is_padded && p.seqlen_k <= 80) return launch_fwd<Shape<64, 1, 80, 2, 2, Plain, 64, 3>>(p);
-    if (head_dim <= 64 && is_padded && p.seqlen_k <= (p.has_mask() ? 1024 : 256))
+    if (head_dim <= 64 && !is_packed && p.seqlen_k <= 80) return launch_fwd<Shape<64, 1, 80, 2, 2, Plain, 64, 3>>(p);
+    if (head_dim <= 64 && !is_packed && p.seqlen_k <= (p.has_mask() ? 1024 : 256))
         return launch_fwd<Shape<64, 1, 64, 2, 2, Plain, 64, 3>>(p);
     // A third to a half of two tiles of 192 rows would be empty.
-    if (is_128 && is_padded && p.seqlen_q > 192 && p.seqlen_q <= 256) return launch_fwd<Shape<128, 2, 128>>(p);
+    if (is_128 && !is_packed && p.seqlen_q > 192 && p.seqlen_q <= 256) return launch_fwd<Shape<128, 2, 128>>(p);
     // For many keys two stages of 80, as registers allow, are faster than four of 64 (journal, Hopper).
-    if (is_128 && is_padded && keys_of_a_row > 2048)
-        return launch_fwd<Shape<128, 3, 80>>(p);
+    if (is_128 && !is_packed && keys_of_a_row > 2048) return launch_fwd<Shape<128, 3, 80>>(p);
     // O leaves registers for 128 keys, and smaller tiles of V memory.
     if (p.head_dim > 128 && p.head_dim <= 192 && p.head_dim_v <= 128)
         return launch_fwd<Shape<192, 2, 128, 2, 2, Plain, 128>>(p);

@@ -189,7 +189,7 @@ template <typename Shape> void launch_fwd(typename Shape::Input p) {
     if constexpr (Shape::kCached) sms = p.num_sms, phase = p.phase;
     const int64_t blocks = std::min<int64_t>(num_tiles, sms);
     if (num_tiles == 0) return;
-    if (num_tiles + num_sms() > INT32_MAX)
+    if (num_tiles + sms > INT32_MAX)
         throw std::runtime_error("minimal_attn: batch_size · nheads · seqlen_q is too large: q has over 2^31 tiles");
     // If all tiles begin at once, they need neither the counter nor its order of heads (Scheduler).
     if (num_tiles == blocks && phase == Phase::kAlone) p.tile_counter = nullptr;

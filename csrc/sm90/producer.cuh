@@ -88,27 +88,27 @@ template <typename Shape> struct alignas(16) WorkItem {
     __device__ void extend(const Shape::Input &) {}
 };
 
-// A ring of Q's buffers. For the same work item, consumer c has the buffer after that of consumer c - 1. If they are
-// not alike, the uses of a buffer belong to different consumers. One waits for its own use by parity: it relies on the
-// use before, of the other consumer, having arrived. Where a tile has two blocks of keys, the ring of K sees to that.
-// Where it has fewer, only the latency of TMA does.
+// A ring of Q's buffers. Consumer c takes its i-th Q from buffer (kConsumers · i + c) % kBuffers. Where the consumers of
+// a buffer alternate, each has its own `full` barrier for it: who waits by parity must see every phase.
 template <int kBuffers, int kConsumers> struct QRing {
-    Barrier full[kBuffers], empty[kBuffers];
-    static constexpr bool kAreAlike = kBuffers % kConsumers == 0;  // a consumer has the same ones again and again
-    static constexpr int kStages = kBuffers / kConsumers;
+    static constexpr bool kAlternate = kBuffers % kConsumers != 0;
+    static constexpr int kFulls = kAlternate ? kBuffers * kConsumers : kBuffers, kStages = kFulls / kConsumers;
+    Barrier full[kFulls], empty[kBuffers];
 
     __device__ static uint32_t index(uint32_t i, int c) {
-        return kAreAlike ? i % kStages * kConsumers + c : (kConsumers * i + c) % kBuffers;
+        return kAlternate ? full_index(i, c) % kBuffers : full_index(i, c);
     }
-    __device__ static uint32_t phase(uint32_t i, int c) {
-        return (kAreAlike ? i / kStages : (kConsumers * i + c) / kBuffers) % 2;
-    }
-    __device__ Barrier &full_barrier(uint32_t i, int c) { return full[index(i, c)]; }
+    __device__ static uint32_t full_index(uint32_t i, int c) { return i % kStages * kConsumers + c; }
+    __device__ Barrier &full_barrier(uint32_t i, int c) { return full[full_index(i, c)]; }
     __device__ void init() {
-        for (int s = 0; s < kBuffers; s++) mbarrier_init(full[s], 1), mbarrier_init(empty[s], 4);
+        for (auto &barrier : full) mbarrier_init(barrier, 1);
+        for (auto &barrier : empty) mbarrier_init(barrier, 4);
     }
-    __device__ void producer_acquire(uint32_t i, int c) { mbarrier_wait(empty[index(i, c)], phase(i, c) ^ 1); }
-    __device__ void consumer_wait(uint32_t i, int c) { mbarrier_wait(full[index(i, c)], phase(i, c)); }
+    __device__ void producer_acquire(uint32_t i, int c) {
+        const uint32_t uses = kAlternate ? (kConsumers * i + c) / kBuffers : i / kStages;  // of the buffer so far
+        mbarrier_wait(empty[index(i, c)], uses % 2 ^ 1);
+    }
+    __device__ void consumer_wait(uint32_t i, int c) { mbarrier_wait(full_barrier(i, c), i / kStages % 2); }
     __device__ void consumer_release(uint32_t i, int c, int lane_idx) {
         if (lane_idx == 0) mbarrier_arrive(empty[index(i, c)]);
     }
@@ -231,9 +231,9 @@ enum class Loads { kAll, kKeys, kValues };
 template <typename Shape, Loads kLoads>
 __device__ void load_tiles(const Params<Shape> &p, typename Shape::SharedMemory &shared) {
     constexpr int kBlockM = Shape::kBlockM, kAhead = 2 * Shape::kStages;
-    // kEarly: how many consumers get Q before the first keys are asked for. In a ring that is not alike, consumer 1
-    // gets the buffer that consumer 0 had for the tile before, and keys do not wait for the end of that tile.
-    constexpr int kEarly = decltype(shared.q)::kAreAlike ? Shape::kConsumers : 1;
+    // kEarly: how many consumers get Q before the first keys are asked for. Where consumers alternate, consumer 1 gets
+    // the buffer that consumer 0 had for the tile before, and keys do not wait for the end of that tile.
+    constexpr int kEarly = decltype(shared.q)::kAlternate ? 1 : Shape::kConsumers;
     constexpr bool kKeys = kLoads != Loads::kValues, kValues = kLoads != Loads::kKeys;
     const int lane_idx = Shape::kWarpLoads ? threadIdx.x % 32 : 0;
     prefetch(p.q_tma.map), prefetch(p.k_tma.map), prefetch(p.v_tma.map), prefetch(p.o_tma.map);

@@ -217,11 +217,6 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             shared.ds.consumer_release(i, lane_idx);
             if (!is_added) add_dq_part(i, part);
         };
-        if (kDqParts == 3 && has_turn(i)) {
-            form_dq(i, late_t, 2);
-            warpgroup_wait<0>(acc_dq());
-            end_dq_part(2);
-        }
         if constexpr (kForms) form_dq(i, late_t, own_part());
         warpgroup_arrive();
         multiply_ab<T>(acc_dv, operands(0), shared.sdO[stage]);
@@ -229,6 +224,11 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         if constexpr (kForms) {
             warpgroup_wait<2>(acc_dq());
             end_dq_part(own_part());
+        }
+        if (kDqParts == 3 && has_turn(i)) {
+            form_dq(i, late_t, 2);
+            warpgroup_wait<0>(acc_dq(), acc_dk, acc_dv, acc_dp);
+            end_dq_part(2);
         }
     }
 
@@ -290,14 +290,12 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             store_accumulators<T>(reinterpret_cast<float (&)[kDVTiles][4]>(acc[col / 8]), scale,
                                   work.seq.seqlen_k - key0, shared.sV[work.idx % kValueStages][consumer],
                                   16 * warp_idx, rows, x.row_stride, work.seq.padded_k - key0, cols - col);
+            __syncwarp();
         };
         store_keys(acc_dv, p.dv_scale, p.dv, p.head_dim_v, 0);
-        auto store_dk = [&](int col) {
-            __syncwarp();
-            store_keys(acc_dk, p.dk_scale, p.dk, p.head_dim, col);
-        };
-        store_dk(0);
-        if (kDTiles > kDVTiles) store_dk(8 * (kDTiles - kDVTiles));  // columns 64 to 127 once more
+        store_keys(acc_dk, p.dk_scale, p.dk, p.head_dim, 0);
+        if (kDTiles > kDVTiles)  // columns 64 to 127 once more
+            store_keys(acc_dk, p.dk_scale, p.dk, p.head_dim, 8 * (kDTiles - kDVTiles));
         fence_proxy_async();  // unobserved by the emulator: it would be if TMA wrote to sV at once
     }
 };

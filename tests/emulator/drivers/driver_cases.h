@@ -152,6 +152,8 @@ const std::vector<Case> cases = {
     {"sm90_192",          b16, 1, 1, 1, 129, 241, 192, false, kHeads,    {},   kSm90},
     {"sm90_136_causal",   f16, 1, 1, 1, 128,  81, 136, true,  kSlices,   {},   kSm90},
     {"sm90_256",          f16, 1, 1, 1, 129, 193, 256, false, kRows,     {},   kSm90},
+    {"sm90_256_one_block", b16, 4, 4, 1, 200, 60, 256, false, kRows,     {},   kSm90},
+    {"sm90_256_no_keys",  b16, 2, 4, 1, 700,  60, 256, true,  kRows,     {},   kSm90},
     {"sm90_200_causal",   b16, 1, 1, 1, 127, 257, 200, true,  kHeads,    {},   kSm90},
     // The backward pass: dropout, heads that share keys and are split, many blocks of keys that take turns.
     {"sm90_drop_64",      b16, 1, 2, 1, 200, 260,  64, true,  kRows,     {},   kSm90, 0.25},
