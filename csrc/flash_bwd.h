@@ -17,11 +17,15 @@ struct AttnBackwardParams : AttnParams {
     bool walks_mask() const { return has_mask_alone(); }  // also a mask for each head
 };
 
+// The workspace's bytes [0, end), but for the gap, multiples of 16.
+struct ZeroBytes { int64_t end, gap_begin, gap_end; };
+
 // flash_backward enqueues dq, dk, dv and dbias. A row that lengths or a window leave without keys adds nothing to dk
 // and dv, whatever its dout and dlse; its dq is 0. Where a bias alone hides all keys of a row, its dout must be finite.
 namespace simt {
 void flash_backward(const AttnBackwardParams &p);         // flash_bwd.cu
-void preprocess_backward(const AttnBackwardParams &p);    // flash_bwd.cu: delta and lse_log2, for every backward pass
+// flash_bwd.cu, for every backward pass: delta, lse_log2, and zeros at the beginning of the workspace.
+void preprocess_backward(const AttnBackwardParams &p, const ZeroBytes &zeros);
 void bias_backward(const AttnBackwardParams &p);          // flash_bwd_bias.cu: dbias, for every backward pass
 }
 namespace sm80 {

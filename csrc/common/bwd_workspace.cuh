@@ -55,13 +55,14 @@ template <typename Shape> struct BwdWorkspace {
         dkv_floats = max_splits > 1 ? p.batch_size * p.nheads_k * padded_keys * kHeadDim : 0;
     }
 
+    __host__ __device__ int64_t dq_end() const { return kTicketBytes + 4 * tiles * kDqFloats; }
     // Rounded for dkv_accum: stores off a multiple of 128 bytes are slow.
-    __host__ __device__ int64_t zeroed_bytes(bool deterministic) const {
+    __host__ __device__ int64_t zeros_end(bool deterministic) const {
         const int64_t numbers = key_heads + (deterministic ? Shape::kSemaphores * tiles : 0);
-        return kTicketBytes + 4 * tiles * kDqFloats + (4 * numbers + 127) / 128 * 128;
+        return dq_end() + (4 * numbers + 127) / 128 * 128;
     }
     __host__ __device__ int64_t bytes(bool deterministic) const {
-        return zeroed_bytes(deterministic) + 4 * max_splits * 2 * dkv_floats;
+        return zeros_end(deterministic) + 4 * max_splits * 2 * dkv_floats;
     }
     __device__ int row_tile(const AttnBackwardParams &p, int b, int h, int m_block) const {
         return row_tiles.first_tile(b, p.nheads) + h * row_tiles.slots + m_block;
@@ -85,7 +86,7 @@ template <typename Shape> struct BwdWorkspace {
         return min(max_splits, num_splits<Shape>(p, seq.seqlen_q, seq.seqlen_k));
     }
     __device__ float *dkv_accum(const AttnBackwardParams &p, int split_idx) const {  // dV is dkv_floats further
-        char *begin = static_cast<char *>(p.workspace) + zeroed_bytes(p.deterministic);
+        char *begin = static_cast<char *>(p.workspace) + zeros_end(p.deterministic);
         return reinterpret_cast<float *>(begin) + 2 * split_idx * dkv_floats;
     }
     __device__ float *dkv_accum(const AttnBackwardParams &p, int split_idx, const Tile &tile, int key = 0) const {

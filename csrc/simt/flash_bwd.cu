@@ -22,12 +22,16 @@ namespace simt {
 // 8 threads of a row add 4 neighbours at a time: bits do not depend on alignment. Rows without keys, whose dO may be
 // NaN, get delta 0, or -dlse with a sink, and lse_log2 +inf.
 constexpr int kPreprocessTy = 16, kPreprocessTx = 8, kPreprocessM = 64;
+struct alignas(16) Zeros { int64_t x[2]; };
 template <typename Sum> struct PreprocessTiles { Sum partial[kPreprocessTx][kPreprocessM + 4]; };
 
 template <typename T>
 __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
-    flash_bwd_preprocess(const AttnBackwardParams p, const bool aligned) {
+    flash_bwd_preprocess(const AttnBackwardParams p, const ZeroBytes zeros, const bool aligned) {
     let_next_kernel_begin();
+    constexpr int64_t kThreads = kPreprocessTy * kPreprocessTx, kSize = sizeof(Zeros);
+    for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < zeros.end / kSize; i += gridDim.x * kThreads)
+        if (i < zeros.gap_begin / kSize || i >= zeros.gap_end / kSize) static_cast<Zeros *>(p.workspace)[i] = {};
     using Sum = simt::Sum<T>;
     constexpr int kTy = kPreprocessTy, kTx = kPreprocessTx, kRows = kPreprocessM / kTy;
     const int tx = threadIdx.x % kTx, ty = threadIdx.x / kTx;
@@ -38,31 +42,38 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
     const int64_t at = lse_index(p, seq.q_begin, tile.b, tile.h);
     const Sum *lse = static_cast<const Sum *>(p.lse) + at;
     const Mask mask(seq, p);
-    auto is_empty = [&](int row) { return mask.keys(row).is_empty() || lse[row] == -INFINITY; };
-    Sum sum[kRows] = {};
+    auto row_of = [&](int i) { return tile.block * kPreprocessM + place<kTy, kRows>(ty, i); };
+    Sum sum[kRows] = {}, lse_of_keys[kRows];  // -inf without keys
+    auto is_empty = [&](int i) { return lse_of_keys[i] == -INFINITY; };
+    const int cols = seq.seqlen_q > 0 ? p.head_dim_v : 0;
     auto add_products = [&]<bool kAligned>() {
+        for (int d = 4 * tx; d < cols; d += 4 * kTx) {
+            Vec<4, T> o[kRows], dout[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; i++) {
-            const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i);
-            const int end = is_empty(row) ? 0 : p.head_dim_v;
-#pragma unroll(kAligned ? 2 : 1)
-            for (int d = 4 * tx; d < end; d += 4 * kTx) {
-                const auto o = load4<kAligned>(gO + row * p.o.row_stride + d, end - d);
-                const auto dout = load4<kAligned>(gdO + row * p.dout.row_stride + d, end - d);
-                for (int e = 0; e < 4; e++) sum[i] = fma(o.x[e], dout.x[e], sum[i]);
+            for (int i = 0; i < kRows; i++) {  // without branches, so that all are on the way together
+                const int row = min(row_of(i), seq.seqlen_q - 1);
+                o[i] = load4<kAligned>(gO + row * p.o.row_stride + d, cols - d);
+                dout[i] = load4<kAligned>(gdO + row * p.dout.row_stride + d, cols - d);
             }
+#pragma unroll
+            for (int i = 0; i < kRows; i++)
+                for (int e = 0; e < 4; e++) sum[i] = fma(to_float(o[i].x[e]), to_float(dout[i].x[e]), sum[i]);
         }
     };
     if (aligned) add_products.template operator()<true>();
     else add_products.template operator()<false>();
+    for (int i = 0; i < kRows; i++) {
+        lse_of_keys[i] = mask.keys(row_of(i)).is_empty() ? -INFINITY : lse[row_of(i)];
+        if (is_empty(i)) sum[i] = 0;
+    }
     reduce_rows<kTy>(sum, shared_memory<PreprocessTiles<Sum>>().partial, ty, tx, [](Sum x, Sum y) { return x + y; });
     for (int i = 0; i < kRows; i++) {
-        const int row = tile.block * kPreprocessM + place<kTy, kRows>(ty, i);
+        const int row = row_of(i);
         if (tx > 0 || row >= seq.padded_q) continue;
         if (p.dlse.data && lse[row] != -INFINITY)
             sum[i] -= *rows_of<const Sum>(p.dlse, tile.b, tile.h, seq.q_begin + row);
         static_cast<Sum *>(p.delta)[at + row] = sum[i];
-        if (p.lse_log2) p.lse_log2[at + row] = is_empty(row) ? INFINITY : Scores<>::lse_log2(float(lse[row]));
+        if (p.lse_log2) p.lse_log2[at + row] = is_empty(i) ? INFINITY : Scores<>::lse_log2(float(lse_of_keys[i]));
     }
 }
 
@@ -272,16 +283,16 @@ template <typename T, typename Tiles, bool kMods> void launch_bwd(const AttnBack
                p.stream, p, aligned_q);
 }
 
-void preprocess_backward(const AttnBackwardParams &p) {
+void preprocess_backward(const AttnBackwardParams &p, const ZeroBytes &zeros) {
     with_dtype(p.dtype, [&]<typename T>() {
         launch(flash_bwd_preprocess<T>, RowTiles<kPreprocessM>::count(p), kPreprocessTy * kPreprocessTx,
-               sizeof(PreprocessTiles<Sum<T>>), p.stream, p,
+               sizeof(PreprocessTiles<Sum<T>>), p.stream, p, zeros,
                is_aligned<T>(p.o, p.head_dim_v) && is_aligned<T>(p.dout, p.head_dim_v));
     });
 }
 
 void flash_backward(const AttnBackwardParams &p) {
-    preprocess_backward(p);
+    preprocess_backward(p, {});
     with_dtype(p.dtype, [&]<typename T>() {
         auto run = [&]<bool kMods>() {
             if (p.max_head_dim() <= 64) launch_bwd<T, BwdTiles64<Sum<T>>, kMods>(p);

@@ -84,11 +84,14 @@ template <typename T> bool is_aligned(const Tensor &x, int head_dim) {
 template <int kWide, typename Sum> struct alignas(kWide * sizeof(Sum)) Vec { Sum x[kWide]; };
 
 // 4 elements, 0 from `count` on.
-template <bool kAligned, typename T> __device__ Vec<4, Sum<T>> load4(const T *p, int count) {
-    struct alignas(4 * sizeof(T)) Raw { T x[4]; } raw = {};
-    if constexpr (kAligned) raw = *reinterpret_cast<const Raw *>(p);
-    else for (int e = 0; e < 4 && e < count; e++) raw.x[e] = p[e];
-    return {to_float(raw.x[0]), to_float(raw.x[1]), to_float(raw.x[2]), to_float(raw.x[3])};
+template <bool kAligned, typename T> __device__ Vec<4, T> load4(const T *p, int count) {
+    Vec<4, T> x = {};
+    if constexpr (kAligned) x = *reinterpret_cast<const Vec<4, T> *>(p);
+    else for (int e = 0; e < 4 && e < count; e++) x.x[e] = p[e];
+    return x;
+}
+template <typename T> __device__ Vec<4, Sum<T>> to_floats(const Vec<4, T> &x) {
+    return {to_float(x.x[0]), to_float(x.x[1]), to_float(x.x[2]), to_float(x.x[3])};
 }
 
 // tile[r][d] = src[r][d], or tile[d][r] if transposed, kWide elements at a time. Rows before first_row may hold NaN:
@@ -110,7 +113,7 @@ __device__ void load_tile(Sum<T> (&tile)[kM][kN], const T *src, int64_t row_stri
                 Sum<T> *to = kTransposed ? &tile[d0 + d][r0 + i] : &tile[r0 + i][d0 + d];
                 const T *from = row + (kWhole ? d0 + d : min(d0 + d, cols - kWide));
                 if constexpr (std::is_same_v<T, Sum<T>>) __pipeline_memcpy_async(to, from, kWide * sizeof(T));
-                else if constexpr (kWide == 4) *reinterpret_cast<Vec<4, float> *>(to) = load4<true>(from, 4);
+                else if constexpr (kWide == 4) *reinterpret_cast<Vec<4, float> *>(to) = to_floats(load4<true>(from, 4));
                 else *to = to_float(*from);
             }
         }

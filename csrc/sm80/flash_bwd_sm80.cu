@@ -324,8 +324,7 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     const BwdWorkspace<Shape> workspace(p);
     constexpr int kSharedBytes = sizeof(BwdSharedMemory<Shape>), kPerSM = 164 << 10;  // sm_80; a block takes 1 KB more
     static_assert(Shape::kBlocksPerSM * (kSharedBytes + 1024) <= kPerSM);
-    auto *stream = static_cast<cudaStream_t>(p.stream);
-    if (p.dq.data) check_cuda(cudaMemsetAsync(p.workspace, 0, workspace.zeroed_bytes(p.deterministic), stream));
+    simt::preprocess_backward(p, {p.dq.data ? workspace.zeros_end(p.deterministic) : 0});
     const bool has_dropout = p.dropout_seed, is_split = workspace.max_splits > 1;
     auto *kernel =
         p.has_score_mods() || p.block_mask.rows ? flash_bwd<T, Shape, true, true, true>
@@ -364,7 +363,6 @@ int64_t backward_workspace(const AttnBackwardParams &p) {
 }
 
 void flash_backward(const AttnBackwardParams &p) {
-    simt::preprocess_backward(p);
     with_shape(p, [&]<typename Shape> {
         if (p.dtype == DType::kFloat16) launch_bwd<__half, Shape>(p);
         else launch_bwd<__nv_bfloat16, Shape>(p);

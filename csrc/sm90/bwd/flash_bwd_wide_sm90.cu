@@ -259,7 +259,10 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
     const bool takes_turns = p.takes_turns();
     if (threadIdx.x == 0) shared.init_barriers();
     if (takes_turns) {  // one ticket for a pair
-        if (rank == 0 && threadIdx.x == 32) shared.ticket = atomicAdd(p.layout.ticket(p), 1);
+        if (rank == 0 && threadIdx.x == 32) {
+            wait_for_previous_kernel();  // unobserved by the emulator: turns are then waited for forever
+            shared.ticket = atomicAdd(p.layout.ticket(p), 1);
+        }
         cluster_sync();
     } else {
         cluster_sync_relaxed();
@@ -274,8 +277,8 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
         warpgroup_reg_dealloc<Shape::kProducerRegisters>();
         if (threadIdx.x == 0) load_wide_tiles<Shape>(p, shared, rank);
         else if (threadIdx.x >= 32 && threadIdx.x < 64) {
-            let_next_kernel_begin();
             wait_for_previous_kernel();
+            let_next_kernel_begin();  // which reads dq_arrivals
             load_numbers<Shape>(p, shared, shared.work);
             if (shared.work.count() > 0) barrier_sync(kRowBlocksDone, 128 * Shape::kConsumers + 32);
             if (threadIdx.x == 32) report_dq<Shape>(p, shared.work);

@@ -1,4 +1,4 @@
-// Launches of the backward pass on Hopper: zeros, delta, the kernel, and sums to gradients.
+// Launches of the backward pass on Hopper: delta and zeros, the kernel, and sums to gradients.
 #pragma once
 
 #include "common/scores.cuh"
@@ -14,15 +14,9 @@ void launch_bwd(const AttnBackwardParams &p, void (*kernel)(BwdParams<Shape>)) {
     const int64_t num_items = tiles.count(p) * workspace.max_splits, blocks = kTileBlocks * num_items;
     if (blocks + num_sms() > INT32_MAX)
         throw std::runtime_error("minimal_attn: batch_size · nheads_k · seqlen_k is too large: k has 2^31 tiles");
-    auto *stream = static_cast<cudaStream_t>(p.stream);
-    const int64_t zeros = workspace.zeroed_bytes(p.deterministic);
-    auto clear = [&](int64_t begin, int64_t end) {
-        check_cuda(cudaMemsetAsync(static_cast<char *>(p.workspace) + begin, 0, end - begin, stream));
-    };
-    // A single tile stores its dQ between the ticket and the other numbers, which are 0 at the start.
-    clear(0, Shape::kOneTile ? workspace.kTicketBytes : zeros);
-    if (Shape::kOneTile) clear(workspace.kTicketBytes + 4 * workspace.tiles * workspace.kDqFloats, zeros);
-    simt::preprocess_backward(p);
+    ZeroBytes zeros{workspace.zeros_end(p.deterministic)};
+    if (Shape::kOneTile) zeros.gap_begin = workspace.kTicketBytes, zeros.gap_end = workspace.dq_end();  // dQ is stored
+    simt::preprocess_backward(p, zeros);
     auto tma = [&](const char *name, const Tensor &x, int heads, int rows, int head_dim, int box_rows) {
         return make_tma_tensor<kHeadDim>(name, x, p.batch_size, heads, rows, head_dim, box_rows);
     };

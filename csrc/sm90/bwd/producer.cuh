@@ -215,9 +215,11 @@ template <typename Shape> __device__ void store_zeros(const BwdParams<Shape> &p,
 
 // An item is taken when all tiles of the last one are on their way: earlier, it would wait here and not go to an idle
 // block. Other warps see none without row blocks. If deterministic, tiles wait only for lower ones, which run already.
-// The next item is taken before the last turn, which may come late.
+// The next item is taken before the last turn, which may come late. Elsewhere, a block's first item is that of its own
+// number: its loads need not wait until preprocess_backward() has cleared the ticket.
 template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared) {
-    const int lane_idx = threadIdx.x % 32;
+    const int lane_idx = threadIdx.x % 32, first_ticket = p.takes_turns() ? 0 : gridDim.x;
+    bool needs_ticket = p.takes_turns();
 #pragma unroll 1
     for (uint32_t t = 0;; t++) {
         if (t > 0) mbarrier_wait(shared.is_loaded, (t - 1) % 2);
@@ -235,10 +237,15 @@ template <typename Shape> __device__ void take_work(const BwdParams<Shape> &p, B
         };
         for (;;) {
             if (lane_idx == 0) {
-                const int i = atomicAdd(p.layout.ticket(p), 1);
+                int i = blockIdx.x;
+                if (needs_ticket) {
+                    wait_for_previous_kernel();  // unobserved by the emulator: turns are then waited for forever
+                    i = first_ticket + atomicAdd(p.layout.ticket(p), 1);
+                }
                 if (i < p.num_items) work.find(p, i);
                 work.tile.is_valid = i < p.num_items;
             }
+            needs_ticket = true;
             __syncwarp();
             if (!work.tile.is_valid || work.count() > 0) break;
             wait_for_last_turn();
@@ -329,7 +336,7 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Bw
     });
 }
 
-// Only load_numbers() reads results of the previous kernel, preprocess_backward().
+// What preprocess_backward() has written is touched by load_numbers(), by others when they know its rows, and by tickets.
 template <typename Shape> __device__ void produce(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared) {
     auto for_work = [&](auto f) {
 #pragma unroll 1
@@ -349,8 +356,8 @@ template <typename Shape> __device__ void produce(const BwdParams<Shape> &p, Bwd
             mbarrier_arrive(shared.is_loaded);
         });
     } else if (threadIdx.x / 32 == 1) {
-        let_next_kernel_begin();
         wait_for_previous_kernel();
+        let_next_kernel_begin();  // which reads dq_arrivals
         for_work([&](const BwdWorkItem<Shape> &work) { load_numbers<Shape>(p, shared, work); });
     } else if (threadIdx.x / 32 == 2) {
         take_work<Shape>(p, shared);
