@@ -214,6 +214,12 @@ TABLES = {
     "forward_fa3": lambda: speeds(of("forward_fa3"), SIZE, BESIDE_FA3),
     "backward_fa3": lambda: speeds(of("backward_fa3"), SIZE, BESIDE_FA3),
     "heads": lambda: speeds(of("heads"), "B|H|Hk|S|D|causal", "sm90|cuDNN|sm90 / cuDNN"),
+    **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "sm90|cuDNN|FA2|sm90 / best")
+       for name in ("short", "short_backward")},
+    **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2")
+       for name in ("mla_prefill", "mla_prefill_backward")},
+    **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "sm90|FA2|efficient|sm90 / best")
+       for name in ("unaligned", "unaligned_backward")},
     "ampere": lambda: speeds(of("sm80,dtype=bfloat16,S!=8192"), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
     "varlen": lambda: packed("varlen", "forward", "sm90", "sm80"),
     "varlen_backward": lambda: packed("varlen_backward", "backward", "sm80"),
@@ -238,8 +244,9 @@ TABLES = {
 
 
 FOLDER = ROOT / "benchmarks/h200"
-RUNS = ("forward.svg", "forward_bf16.svg", "heads.svg", "sm80.png", "backward.png", "fp32.png", "matmul.png",
-        "triton.png", "forward_backward.svg", "varlen.svg", "window.svg", "scores.svg", "decode.svg", "block_masks.svg")
+RUNS = ("forward.svg", "forward_bf16.svg", "heads.svg", "short.png", "mla_prefill.png", "unaligned.png", "sm80.png",
+        "backward.png", "fp32.png", "matmul.png", "triton.png", "forward_backward.svg", "varlen.svg", "window.svg",
+        "scores.svg", "decode.svg", "block_masks.svg")
 IMPLS = {name: impl for impl, name in NAMES.items()}
 
 
