@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
     const Mask mask(seq, p);
     auto row_of = [&](int i) { return tile.block * kPreprocessM + place<kTy, kRows>(ty, i); };
     Sum sum[kRows] = {}, lse_of_keys[kRows];  // -inf without keys
+    for (int i = 0; i < kRows; i++) lse_of_keys[i] = mask.keys(row_of(i)).is_empty() ? -INFINITY : lse[row_of(i)];
     auto is_empty = [&](int i) { return lse_of_keys[i] == -INFINITY; };
     const int cols = seq.seqlen_q > 0 ? p.head_dim_v : 0;
     auto add_products = [&]<bool kAligned>() {
@@ -62,10 +63,8 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
     };
     if (aligned) add_products.template operator()<true>();
     else add_products.template operator()<false>();
-    for (int i = 0; i < kRows; i++) {
-        lse_of_keys[i] = mask.keys(row_of(i)).is_empty() ? -INFINITY : lse[row_of(i)];
-        if (is_empty(i)) sum[i] = 0;
-    }
+    for (int i = 0; i < kRows; i++)
+        if (is_empty(i)) sum[i] = 0;  // in place of NaN
     reduce_rows<kTy>(sum, shared_memory<PreprocessTiles<Sum>>().partial, ty, tx, [](Sum x, Sum y) { return x + y; });
     for (int i = 0; i < kRows; i++) {
         const int row = row_of(i);
