@@ -1,7 +1,6 @@
 """score_mod: twenty functions of the kinds that people share, with the gradients of what they capture, against dense
 scores in plain autograd, in every backend; the graph that kernels are made of, and its derivatives."""
 
-import functools
 import inspect
 import linecache
 import math
@@ -9,11 +8,13 @@ import math
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch.nn.attention import flex_attention as torch_flex
 from torch.testing import assert_close
 
 from cases import check_drawn
 from conftest import HAS_GPU
 from minimal_attn import create_block_mask, flash_attention, flex_attention, reference_attention
+from minimal_attn.reference.dropout import keep_mask, keep_scale
 from minimal_attn.score_function import read
 from minimal_attn.score_graph import CUDA, TRITON
 
@@ -139,6 +140,8 @@ FUNCTIONS = {make.__name__: make for make in (
     plain, relative_bias, alibi, softcap, t5_buckets, t5_by_formula, learned_slopes, distance_decay, head_constants,
     documents, document_penalty, temperature, cosine_decay, tanh_gate, row_and_key_bias, full_bias, softplus,
     causal_prefix, strided, clipped_distance, without_score)}
+each_backend = pytest.mark.parametrize("backend", [
+    pytest.param("reference", marks=cpu), pytest.param("torch", marks=cpu), "triton"])
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -149,16 +152,20 @@ def captured_of(name, dtype=torch.float64, device="cpu"):
         device).requires_grad_() for i, (key, x) in enumerate(shapes.items())}
 
 
-def dense(q, k, v, f, mask=None):
-    """(out, lse) of scores that f changes head by head, which none of our code has seen."""
+def dense(q, k, v, f, hides=None, sinks=None, kept=None):
+    """(out, lse) of scores that f changes head by head, which none of our code has seen. hides: bool; kept: the factors
+    of dropout."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
     rows, keys = (torch.arange(n, device=q.device) for n in scores.shape[2:])
     scores = torch.stack([torch.stack([f(scores[b, h], b, h, rows[:, None], keys[None]).expand(scores.shape[2:])
                                        for h in range(scores.shape[1])]) for b in range(scores.shape[0])])
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
-    return torch.softmax(scores, -1) @ v, scores.logsumexp(-1)
+    if hides is not None:
+        scores = scores.masked_fill(hides, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    p = torch.softmax(scores, -1)[..., :k.shape[2]]
+    return (p if kept is None else p * kept) @ v, scores.logsumexp(-1)
 
 
 def inputs(dtype=torch.float64, device="cpu"):
@@ -173,35 +180,144 @@ def results(attend, leaves):
     return out, lse, *torch.autograd.grad((out, lse), leaves, douts, allow_unused=True)
 
 
-def check(got, want, tolerance=2e-5):
+def compare(name, backend, hides=None, kept=None, sinks=None, **options):
+    """One call with its gradients, beside dense ones of the same numbers in fp64."""
+    dtype, device = torch.float32 if backend == "triton" else torch.float64, DEVICES[backend]
+
+    def leaves_of(dtype, device):
+        tensors = {**dict(zip("qkv", inputs())), **captured_of(name)} | ({} if sinks is None else {"sinks": sinks})
+        return {key: x.detach().to(torch.float32).to(device, dtype).requires_grad_() if x.is_floating_point()
+                else x.to(device) for key, x in tensors.items()}
+
+    wide, ours = leaves_of(torch.float64, "cpu"), leaves_of(dtype, device)
+    want = results(lambda: dense(wide["q"], wide["k"], wide["v"], function_of(name, wide), hides, wide.get("sinks"),
+                                 kept), [x for x in wide.values() if x.requires_grad])
+    got = results(lambda: flash_attention(
+        ours["q"], ours["k"], ours["v"], score_mod=function_of(name, ours), sinks=ours.get("sinks"), backend=backend,
+        return_lse=True, **options), [x for x in ours.values() if x.requires_grad])
     for x, y in zip(got, want, strict=True):
         assert (x is None or not x.any()) if y is None else x.shape == y.shape
         if y is not None:
-            assert_close(x.cpu().double(), y.cpu(), rtol=tolerance, atol=tolerance)
+            tolerance = 1e-9 if dtype == torch.float64 else 5e-5
+            assert_close(x.cpu().double(), y, rtol=tolerance, atol=tolerance)
 
 
-def compare(name, backend, dtype=None, mask=None, tolerance=None, **options):
-    """One call with its gradients, beside dense ones of the same numbers in fp64."""
-    dtype = dtype or (torch.float32 if backend == "triton" else torch.float64)
-    device, captured = DEVICES[backend], captured_of(name, torch.float32)
-    wide = {key: x.detach().double().requires_grad_() if x.is_floating_point() else x for key, x in captured.items()}
-    captured = {key: x.detach().to(device, dtype if dtype == torch.float64 and x.is_floating_point() else x.dtype
-                                   ).requires_grad_(x.requires_grad) for key, x in captured.items()}
-    leaves = [x.detach().to(dtype) for x in inputs()]
-    of_wide = [x.double().requires_grad_() for x in leaves]
-    leaves = [x.to(device).requires_grad_() for x in leaves]
-    want = results(lambda: dense(*of_wide, FUNCTIONS[name](**wide), mask),
-                   of_wide + [x for x in wide.values() if x.requires_grad])
-    got = results(lambda: flash_attention(*leaves, score_mod=FUNCTIONS[name](**captured), backend=backend,
-                                          return_lse=True, **options),
-                  leaves + [x for x in captured.values() if x.requires_grad])
-    check(got, want, tolerance or (1e-9 if dtype == torch.float64 else 5e-5))
+def function_of(name, tensors):
+    return FUNCTIONS[name](**{key: tensors[key] for key in inspect.get_annotations(FUNCTIONS[name])})
 
 
 @each_function
-@pytest.mark.parametrize("backend", [pytest.param("reference", marks=cpu), pytest.param("torch", marks=cpu)])
+@each_backend
 def test_functions(backend, name):
     compare(name, backend)
+
+
+# With other options.
+
+@each_backend
+@pytest.mark.parametrize("name", ["relative_bias", "softcap"])
+def test_masks_hide_keys_after_it(backend, name):
+    """Also where a causal mask counts rows from the last one on, while q_idx counts from the first."""
+    rows, keys = torch.arange(SQ)[:, None], torch.arange(SK)
+    own = rows + SK - SQ
+    compare(name, backend, keys > own, causal=True)
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + h) % 3 > 0, None, H, SQ, SK, DEVICES[backend])
+    heads = torch.arange(H)[:, None, None]
+    compare(name, backend, (rows + keys + heads) % 3 == 0, block_mask=mask)
+    compare(name, backend, (keys < own - 2) | (keys > own + 1) | ((rows + keys + heads) % 3 == 0), block_mask=mask,
+            window_size=(2, 1), sinks=randn(H, seed=9))
+
+
+@each_backend
+def test_dropout_and_sinks(backend):
+    seed = torch.tensor([5], device=DEVICES[backend])
+    kept = keep_mask(seed.cpu(), 0.25, B, H, SQ, SK, "cpu").double() * keep_scale(0.25)
+    if backend != "triton" or not HAS_GPU:  # where Triton has no such kernel in fp32
+        compare("learned_slopes", backend, kept=kept, sinks=randn(H, seed=9), dropout_p=0.25, dropout_seed=seed,
+                sm_scale=D ** -0.5)
+
+
+@each_backend
+def test_samples_of_a_packed_batch(backend):
+    """b is the sample, and rows and keys count from 0 in each, as in calls of one sample."""
+    device = DEVICES[backend]
+    bounds_q, bounds_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 3, 3, 7], [0, 5, 6, 9]))
+    q, k, v = (randn(1, heads, n, d, seed=n, dtype=torch.float32).to(device).requires_grad_() for heads, n, d in (
+        (H, SQ, D), (HK, SK, D), (HK, SK + 1, DV)))
+    v = v[:, :, :SK]
+    weight, table = (randn(*shape, seed=8, dtype=torch.float32).to(device).requires_grad_() for shape in ((3, H), (N,)))
+
+    def f(score, b, h, q_idx, kv_idx):
+        return score * weight[b, h] + table[q_idx - kv_idx + SK - 1]
+
+    def alone():
+        parts = []
+        for b in range(3):
+            rows, keys = (slice(*bounds[b:b + 2].tolist()) for bounds in (bounds_q, bounds_k))
+            parts.append(dense(q[:, :, rows], k[:, :, keys], v[:, :, keys],
+                               lambda score, _, h, i, j, b=b: f(score, torch.tensor(b, device=device), h, i, j)))
+        return [torch.cat(x, 2) for x in zip(*parts)]
+
+    leaves = q, k, v, weight, table
+    got = results(lambda: flash_attention(q, k, v, cu_seqlens_q=bounds_q, cu_seqlens_k=bounds_k, score_mod=f,
+                                          backend=backend, return_lse=True), leaves)
+    for x, y in zip(got, results(alone, leaves), strict=True):
+        assert_close(x, y, rtol=5e-5, atol=5e-5)
+
+
+@each_backend
+def test_rows_that_it_hides(backend):
+    """out is 0 and lse -inf, with gradients of 0. So are rows and keys beyond lengths, whatever is there."""
+    device = DEVICES[backend]
+    q, k, v = (x.detach().to(device, torch.float32) for x in inputs())
+    used_q, used_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([5, SQ], [SK, 4]))
+    q[0, :, 5:], k[1, :, 4:], v[1, :, 4:] = math.nan, math.inf, math.nan
+    scale = torch.ones((), device=device, requires_grad=True)
+    leaves = [x.requires_grad_() for x in (q, k, v)] + [scale]
+
+    def f(score, b, h, q_idx, kv_idx):
+        return torch.where(q_idx == 2, -math.inf, score * scale)
+
+    out, lse, *gradients = results(lambda: flash_attention(
+        q, k, v, seqused_q=used_q, seqused_k=used_k, score_mod=f, backend=backend, return_lse=True), leaves)
+    assert not out[:, :, 2].any() and (lse[:, :, 2] == -math.inf).all() and not out[0, :, 5:].any()
+    assert not gradients[0][:, :, 2].any() and not gradients[1][1, :, 4:].any()
+    assert all(x.isfinite().all() for x in (out, *gradients)) and gradients[3] != 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_twin_in_16_bits(dtype):
+    """Captured tensors in the same dtype, whose gradients are added up in fp32."""
+    given = [x.detach().to(DEVICES["triton"], dtype) for x in (*inputs(), randn(H, N, seed=7))]
+
+    def run(dtype, backend):
+        leaves = [x.to(dtype).requires_grad_() for x in given]
+        f = relative_bias(leaves[3])
+        return results(lambda: flash_attention(*leaves[:3], score_mod=f, backend=backend, return_lse=True), leaves)
+
+    got, want, base = run(dtype, "triton"), run(torch.float64, "reference"), run(dtype, "reference")
+    assert [x.dtype for x in got] == [x.dtype for x in base]
+    for x, y, z in zip(got, want, base):
+        assert (x - y).abs().max() <= 2 * (z - y).abs().max() + 4 * torch.finfo(dtype).eps
+
+
+@cpu
+def test_flex_attention_like_torch():
+    q, k, v = (x.detach().float() for x in inputs())
+    f = FUNCTIONS["relative_bias"](**captured_of("relative_bias", torch.float32))
+    want = torch_flex.flex_attention(q, k, v, f, enable_gqa=True, return_aux=torch_flex.AuxRequest(lse=True))
+    got = flex_attention(q, k, v, f, enable_gqa=True, return_lse=True)
+    assert_close(got, (want[0], want[1].lse))
+    assert_close(reference_attention(q, k, v, score_mod=f, return_lse=True), got)
+
+
+@cpu
+def test_three_dimensions_and_no_keys():
+    q, k, v = (randn(B * H, n, D, seed=n) for n in (SQ, SK, SK))
+    weight = randn(B * H)
+    got = flash_attention(q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score * weight[b] + h)
+    assert_close(got, flash_attention(q * weight[:, None, None], k, v))
+    assert not flash_attention(q, k[:, :0], v[:, :0], score_mod=lambda score, b, h, q_idx, kv_idx: score).any()
 
 
 # The graph.
