@@ -2,7 +2,6 @@
 Read next: attention.py; ../minimal_attn/backends/ops.py, the derivative."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from minimal_attn.backends import ops
 from minimal_attn.backends.flops import decode_flops, register_flops
@@ -85,8 +84,10 @@ class ScoredAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse, _):
+        if torch.is_grad_enabled():  # create_graph=True
+            raise NotImplementedError("backend='triton' has no second derivative with score_mod: use backend='torch' "
+                                      "or backend='reference'")
         q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
         need_q, need_k, need_v, need_sinks, _, *needed = ctx.needs_input_grad
         gradients = tuple(torch.zeros_like(x, dtype=torch.float32) if need else None

@@ -5,9 +5,11 @@ ALiBi then subtracts slope · |i + seqlen_k - seqlen_q - j|, and a bias is added
 mask hides scores.
 """
 
+import contextlib
 import math
 
 import torch
+from torch.compiler import is_compiling
 
 from ..block_mask import dense_of
 from ..checks import is_known, sum_dtype, wants_gradient
@@ -81,7 +83,8 @@ def with_score_mod(scores, score_mod):
     of_each = score_mod
     for dim in range(3, -1, -1):
         of_each = torch.vmap(of_each, in_dims=(0, *(0 if i == dim else None for i in range(4))))
-    with TransformGetItemToIndex():  # table[q_idx] may be written, where vmap has tensors and indexing wants numbers
+    # table[q_idx] may be written, where vmap has tensors and indexing wants numbers. Dynamo does so by itself.
+    with contextlib.nullcontext() if is_compiling() else TransformGetItemToIndex():
         changed = of_each(scores, *(torch.arange(n, device=scores.device) for n in scores.shape))
     if changed.shape != scores.shape:
         raise ValueError("score_mod must return a tensor without dimensions for each score, got one of shape "

@@ -4,6 +4,7 @@ scores in plain autograd, in every backend; the graph that kernels are made of, 
 import inspect
 import linecache
 import math
+import types
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.testing import assert_close
 from cases import check_drawn
 from conftest import HAS_GPU
 from minimal_attn import create_block_mask, flash_attention, flex_attention, reference_attention
+from minimal_attn.backends import auto
+from minimal_attn.options import Options
 from minimal_attn.reference.dropout import keep_mask, keep_scale
 from minimal_attn.score_function import read
 from minimal_attn.score_graph import CUDA, TRITON
@@ -301,6 +304,71 @@ def test_twin_in_16_bits(dtype):
         assert (x - y).abs().max() <= 2 * (z - y).abs().max() + 4 * torch.finfo(dtype).eps
 
 
+@each_backend
+def test_functions_of_the_same_sizes_are_not_mixed_up(backend):
+    """Plans of launches know the function, its numbers and the layout of what it captures, but not the values."""
+    q, k, v = (x.detach().to(DEVICES[backend], torch.float32) for x in inputs())
+    scales = torch.arange(1.0, 9.0, device=q.device)
+
+    def scaled(factor, scales):
+        return flash_attention(q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score * scales[h] * factor,
+                               backend=backend)
+
+    for factor, x in (1.0, scales[:4]), (2.0, scales[:4]), (2.0, scales[4:]), (2.0, scales[::2]), (0.5, scales):
+        assert_close(scaled(factor, x), flash_attention(q * x[:4, None, None] * factor, k, v, backend="reference"))
+
+
+def test_what_the_twin_refuses():
+    q, k, v = (x.detach().to(DEVICES["triton"], torch.float32) for x in inputs())
+    weight = randn(H, dtype=torch.float32).to(q.device).requires_grad_()
+
+    def attend(q=q, weight=weight, **options):
+        return flash_attention(q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score * weight[h],
+                               backend="triton", **options)
+
+    with torch.no_grad():
+        assert attend(deterministic=True).equal(attend(weight=weight.detach().clone()))
+    with pytest.raises(NotImplementedError, match="in any order: use backend='torch' for deterministic ones"):
+        attend(deterministic=True)
+    with pytest.raises(ValueError, match=r"captures must be on .*, as q is, got one of shape \(4,\) on meta"):
+        attend(weight=weight.detach().to("meta"))
+    for x in dict(q=q), dict(weight=weight.detach()):
+        (name, value), = x.items()
+        with pytest.raises(NotImplementedError, match="no(t support| forward-mode)|under torch.(compile|func)"):
+            torch.func.jvp(lambda value, name=name: attend(**{name: value}), (value,), (value,))
+    with pytest.raises(NotImplementedError, match="no second derivative with score_mod"):
+        torch.autograd.grad(attend().sum(), weight, create_graph=True)
+
+
+@cpu
+@pytest.mark.parametrize("name", ["relative_bias", "tanh_gate"])
+def test_torch_compiles_it(name):
+    leaves, captured = [x.detach().float() for x in inputs()], captured_of(name, torch.float32)
+    f = FUNCTIONS[name](**captured)
+
+    def attend(q, k, v):
+        return flash_attention(q, k, v, score_mod=f, backend="torch")
+
+    torch._dynamo.reset()
+    got, want = torch.compile(attend, fullgraph=True, backend="aot_eager")(*leaves), attend(*leaves)
+    assert_close(got, want)
+    for x, y in zip(*(torch.autograd.grad(out.sum(), list(captured.values())) for out in (got, want))):
+        assert_close(x, y)
+
+
+def test_cuda_refuses_it_and_auto_takes_another(monkeypatch):
+    q, k, v = (x.detach().float() for x in inputs())
+    plain = FUNCTIONS["plain"]()
+    with pytest.raises(NotImplementedError, match="backend='cuda' does not serve score_mod: its kernels are compiled"):
+        flash_attention(q, k, v, score_mod=plain, backend="cuda")
+    monkeypatch.setattr(auto, "_first_available", lambda: "cuda")
+    on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    assert auto.auto_backend(on_gpu) == "cuda"
+    assert auto.auto_backend(on_gpu, options=Options(score_mod=plain)) == "triton"
+    monkeypatch.setattr(auto.triton, "why_not_imported", lambda: "it is missing")
+    assert auto.auto_backend(on_gpu, options=Options(score_mod=plain)) == "torch"
+
+
 @cpu
 def test_flex_attention_like_torch():
     q, k, v = (x.detach().float() for x in inputs())
@@ -368,8 +436,9 @@ def drawn_expressions():
     conditions |= st.builds("({} {} ~{})".format, conditions, st.sampled_from("&|^"), conditions)
 
     def larger(x):
-        one = st.sampled_from(["torch.tanh({})", "-{}", "(0.7 * {})", "({} - 2)", "abs({})", "({}).sin()", "torch.cos({})", "torch.sigmoid({})",
-                               "torch.exp(-{} ** 2)", "torch.log(1.5 + ({}) ** 2)", "(({}) ** 2 + 0.5) ** 0.5",
+        one = st.sampled_from(["torch.tanh({})", "-{}", "(0.7 * {})", "({} - 2)", "abs({})", "({}).sin()",
+                               "torch.cos({})", "torch.sigmoid({})", "torch.exp(-{} ** 2)",
+                               "torch.log(1.5 + ({}) ** 2)", "(({}) ** 2 + 0.5) ** 0.5",
                                "torch.clamp({}, -0.9, max=0.8)", "torch.exp2(torch.tanh({}))", "2 ** torch.sin({})"])
         two = st.sampled_from(["({} + {})", "({} - {})", "({} * {})", "({} / (1 + abs({})))", "torch.maximum({} + "
                                "score, {} + slope[h])", "torch.minimum({} * score, {} + score)"])
