@@ -207,8 +207,9 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
             if max_splits > 1:
                 plan["sums"] = [sum_splits(x, split_stride, max_splits) for x in (dk, dv)]
             remember(_plans, key, plan, q.device)
-            for x in filter(torch.is_tensor, captured_gradients):  # runs that were timed have added to them
-                x.zero_()
+            if options.autotune:  # runs that were timed have added to them
+                for x in filter(torch.is_tensor, captured_gradients):
+                    x.zero_()
         with _beside(q.device, need_dq and need_dkv and _pays_beside(q, k, v)) as second_stream:
             if need_dkv:
                 plan["kv"](*sides["kv"])

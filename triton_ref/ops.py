@@ -78,6 +78,7 @@ class ScoredAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, options, *captured):
         output = _run(q, k, v, options)
         ctx.save_for_backward(q, k, v, sinks, *output[:2], *captured)
+        ctx.is_fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()
         ctx.options = options._replace(sinks=None, score_mod=options.score_mod._replace(captured=()))
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
@@ -90,14 +91,27 @@ class ScoredAttention(torch.autograd.Function):
                                       "or backend='reference'")
         q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
         need_q, need_k, need_v, need_sinks, _, *needed = ctx.needs_input_grad
-        gradients = tuple(torch.zeros_like(x, dtype=torch.float32) if need else None
-                          for x, need in zip(captured, needed))
-        mod = ctx.options.score_mod._replace(captured=tuple(captured), gradients=gradients if any(needed) else None)
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, dsinks, _ = attention_bwd.run(dout, dlse, q, k, v, out, lse, ctx.options._replace(
-            sinks=sinks, score_mod=mod), need_q, need_k or need_v, need_sinks)
-        return (dq, dk, dv, dsinks, None, *(x if x is None else x.to(like.dtype)
-                                            for x, like in zip(gradients, captured)))
+
+        def run(gradients, *need_others):
+            mod = ctx.options.score_mod._replace(captured=tuple(captured), gradients=gradients)
+            return attention_bwd.run(dout, dlse, q, k, v, out, lse, ctx.options._replace(sinks=sinks, score_mod=mod),
+                                     *need_others)[:4]
+
+        def of_needed(make, *others):
+            return tuple(make(*x) if need else None for need, *x in zip(needed, *others, captured))
+
+        needs = need_q, need_k or need_v, need_sinks
+        if not any(needed):
+            return *run(None, *needs), None, *(None for _ in needed)
+        if ctx.is_fixed:  # once for the largest term, then in whole numbers
+            largest = of_needed(lambda x: lse.new_zeros(1, dtype=torch.int32))
+            run(largest, False, False, False)
+            num_terms = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+            sums = of_needed(lambda m, x: score_function.fixed_point(m, x, num_terms), largest)
+            return *run(sums, *needs), None, *of_needed(score_function.floating, sums, largest)
+        sums = of_needed(lambda x: torch.zeros_like(x, dtype=torch.float32))
+        return *run(sums, *needs), None, *of_needed(lambda dx, x: dx.to(x.dtype), sums)
 
 
 def forward_scored(q, k, v, options):
@@ -109,12 +123,8 @@ def forward_scored(q, k, v, options):
     if not is_eager(*mod.captured):
         raise NotImplementedError("backend='triton' reads what score_mod captures as plain tensors: use "
                                   "backend='torch' under torch.func")
-    has_gradients = any(map(wants_gradient, mod.captured))
-    if has_gradients and (options.deterministic or torch.are_deterministic_algorithms_enabled()):
-        raise NotImplementedError("backend='triton' adds gradients of what score_mod captures up in any order: use "
-                                  "backend='torch' for deterministic ones")
     options = options._replace(score_mod=mod)
-    if has_gradients or any(map(wants_gradient, (q, k, v, options.sinks))):
+    if any(map(wants_gradient, (q, k, v, options.sinks, *mod.captured))):
         return ScoredAttention.apply(q, k, v, options.sinks, options, *mod.captured)
     return _run(q, k, v, options)
 

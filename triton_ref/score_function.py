@@ -8,6 +8,7 @@ the functions as arguments that are compiled in. Numbers are a part of the sourc
 import functools
 import hashlib
 import linecache
+import math
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class Compiled(NamedTuple):
     captured: tuple  # tensors, contiguous
     source: str
     bytes_of_scores: int  # that are read for each score
-    gradients: tuple | None = None  # fp32, to be added to: of each captured tensor, or None. None: no gradients at all
+    gradients: tuple | None = None  # what add_gradient adds to, of each captured tensor, or None; None without any
 
 
 @triton.jit
@@ -80,14 +81,38 @@ def load_bool(x, at):
 @triton.jit
 def add_gradient(dx, at, ds, derivative, kAxes: tl.constexpr):
     """dx += ds · derivative at places that depend on nothing (kAxes 0), on rows (1), on keys (2) or on both (3). ds:
-    [rows, keys]. It is 0 where a key is hidden, also if the derivative is not finite there."""
-    dx_of_scores = tl.where(ds == 0, 0.0, ds * derivative)
+    [rows, keys]. It is 0 where a key is hidden, also if the derivative is not finite there.
+
+    dx is fp32, or for sums that are the same in any order int32 and then int64, as of fixed_point: whole numbers."""
+    terms = tl.where(ds == 0, 0.0, ds * derivative)
     if kAxes == 0:
-        tl.atomic_add(dx + at, tl.sum(tl.sum(dx_of_scores, 1), 0), sem="relaxed")
-    elif kAxes == 3:
-        tl.atomic_add(dx + at, dx_of_scores, mask=dx_of_scores != 0, sem="relaxed")
+        terms = tl.sum(tl.sum(terms, 1), 0)
+    elif kAxes < 3:
+        terms = tl.sum(terms, 2 - kAxes, keep_dims=True)
+    if dx.dtype.element_ty == tl.float32:
+        tl.atomic_add(dx + at, terms, mask=terms != 0, sem="relaxed")
+    elif dx.dtype.element_ty == tl.int32:  # numbers above 0 are in the order of their bits
+        largest = tl.where(terms == terms, tl.abs(terms), float("inf"))
+        if kAxes > 0:
+            largest = tl.max(tl.max(largest, 1), 0)
+        tl.atomic_max(dx, largest.to(tl.int32, bitcast=True), sem="relaxed")
     else:
-        tl.atomic_add(dx + at, tl.sum(dx_of_scores, 2 - kAxes, keep_dims=True), sem="relaxed")
+        scaled = terms.to(tl.float64) * tl.load(dx).to(tl.float64, bitcast=True)
+        tl.atomic_add(dx + 1 + at, scaled.to(tl.int64), mask=terms != 0, sem="relaxed")
+
+
+def fixed_point(largest, like, num_terms):
+    """An int64 tensor to add gradients of `like` to. The first element has the bits of an fp64 scale, with which
+    num_terms terms overflow nowhere. largest: int32 of one element, the bits of the largest term in fp32."""
+    _, exponent = torch.frexp(largest.view(torch.float32))
+    scale = torch.exp2(62 - exponent.double().clamp(-150, 128) - math.ceil(math.log2(num_terms)))
+    return torch.cat((scale.view(torch.int64), like.new_zeros(like.numel(), dtype=torch.int64)))
+
+
+def floating(dx, largest, like):
+    """The gradient in like's shape, of fixed_point's tensor; NaN if a term was not finite."""
+    sums = dx[1:].double() / dx[:1].view(torch.float64)
+    return torch.where(largest.view(torch.float32).isfinite(), sums, math.nan).to(like.dtype).view(like.shape)
 
 
 HELPERS = {x.__name__: x for x in (floor_div, remainder, place, load_float, load_int, load_bool, add_gradient, tanh)}

@@ -318,6 +318,28 @@ def test_functions_of_the_same_sizes_are_not_mixed_up(backend):
         assert_close(scaled(factor, x), flash_attention(q * x[:4, None, None] * factor, k, v, backend="reference"))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
+def test_deterministic_gradients():
+    """Sums of whole numbers, which have the same bits in any order; the largest term and the number of terms say of how
+    many bits. Terms that are tiny, or not finite, keep what they are."""
+    for name in "relative_bias", "learned_slopes", "row_and_key_bias":
+        compare(name, "triton", deterministic=True)
+    q, k, v = (x.detach().to(DEVICES["triton"], torch.float32) for x in inputs())
+    weight = torch.ones(H, SK, device=q.device, requires_grad=True)
+
+    def gradient(factor, **options):
+        out = flash_attention(q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score * weight[h, kv_idx],
+                              backend="triton", **options)
+        return torch.autograd.grad(out.sum() * factor, weight)[0]
+
+    want = gradient(1.0)
+    first, again = gradient(1.0, deterministic=True), gradient(1.0, deterministic=True)
+    assert_close(first, want)
+    assert first.equal(again) and not gradient(0.0, deterministic=True).any()
+    assert_close(gradient(1e-30, deterministic=True) * 1e30, want)
+    assert gradient(math.inf, deterministic=True).isnan().all()
+
+
 def test_what_the_twin_refuses():
     q, k, v = (x.detach().to(DEVICES["triton"], torch.float32) for x in inputs())
     weight = randn(H, dtype=torch.float32).to(q.device).requires_grad_()
@@ -327,9 +349,7 @@ def test_what_the_twin_refuses():
                                backend="triton", **options)
 
     with torch.no_grad():
-        assert attend(deterministic=True).equal(attend(weight=weight.detach().clone()))
-    with pytest.raises(NotImplementedError, match="in any order: use backend='torch' for deterministic ones"):
-        attend(deterministic=True)
+        assert attend().equal(attend(weight=weight.detach().clone()))
     with pytest.raises(ValueError, match=r"captures must be on .*, as q is, got one of shape \(4,\) on meta"):
         attend(weight=weight.detach().to("meta"))
     for x in dict(q=q), dict(weight=weight.detach()):

@@ -57,7 +57,7 @@ BACKWARD = [
     ("bfloat16", (192, 128), "causal sinks"), ("float16", (64, 32), "local packed sinks"),
     ("bfloat16", 64, "causal softcap alibi bias"), ("float16", 128, "softcap alibi bias"), ("bfloat16", 128, "mask"),
     ("float32", 64, "softcap"), ("bfloat16", 128, "units"), ("float16", 64, "causal units"),
-    ("bfloat16", 128, "score_mod"), ("float16", 64, "causal score_mod units")]
+    ("bfloat16", 128, "score_mod"), ("float16", 64, "causal score_mod units deterministic")]
 DECODE = [("bfloat16", 128, "paged split"), ("float16", 64, "split softcap alibi sinks"),
           ("bfloat16", 256, "paged split"), ("float32", (192, 128), "paged split"), ("bfloat16", (40, 128), "")]
 APPEND = [("bfloat16", 128, "paged rotary"), ("float16", (64, 32), "rotary"), ("float32", (192, 128), "rotary q"),
@@ -176,6 +176,7 @@ def call_attention(dtype, head_dim, asks):
     options = {"packed": dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=300, max_seqlen_k=300),
                "used": dict(seqused_q=lengths, seqused_k=lengths), "causal": dict(causal=True),
                "local": dict(window_size=(100, 7)), "sinks": dict(sinks=torch.zeros(4)), "dropout": dict(dropout_p=0.1),
+               "deterministic": dict(deterministic=True),
                "softcap": dict(softcap=30.0), "alibi": dict(alibi_slopes=torch.ones(4)), "bias": dict(attn_bias=bias),
                "mask": dict(attn_bias=bias == 0), "units": dict(block_mask=BlockMask.from_dense(bias == 0))}
     table, slopes = torch.zeros(4, 1023, requires_grad=True), torch.zeros(4, requires_grad=True)
