@@ -52,22 +52,16 @@ HINTS = {ast.If: "write torch.where", ast.IfExp: "write torch.where", ast.BoolOp
 
 
 class _Reader:
-    """Statements and expressions of one function, as nodes of a Graph."""
+    """Statements and expressions of one function, as nodes of a Graph. captured: what its names mean, of which used has
+    those that the graph depends on."""
 
-    def __init__(self, function, definition, file):
-        self.graph, self.file, self.names = Graph(), file, {}
+    def __init__(self, definition, file, captured):
+        self.graph, self.file, self.captured, self.used = Graph(), file, captured, {}
         names = [arg.arg for arg in (*definition.args.posonlyargs, *definition.args.args)]
-        defaults = function.__defaults__ or ()
-        if len(names) - len(defaults) != len(INPUTS) or definition.args.vararg or definition.args.kwarg:
+        if len(names) - len(definition.args.defaults) != len(INPUTS) or definition.args.vararg or definition.args.kwarg:
             raise TypeError("score_mod must be a function of score, b, h, q_idx and kv_idx, and what follows must have "
                             f"defaults; got one of ({', '.join(names)})")
-        self.names |= {name: i for i, name in enumerate(names[:len(INPUTS)])}
-        cells = {}
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            with contextlib.suppress(ValueError):  # not assigned yet
-                cells[name] = cell.cell_contents
-        self.captured = ChainMap(dict(zip(names[len(INPUTS):], defaults)), function.__kwdefaults__ or {}, cells,
-                                 function.__globals__, vars(builtins))
+        self.names = {name: i for i, name in enumerate(names[:len(INPUTS)])}
         body = definition.body if isinstance(definition.body, list) else [ast.Return(definition.body)]
         self.root = self._run(body, definition)
 
@@ -96,7 +90,7 @@ class _Reader:
         value = self.value(tree)
         try:
             if isinstance(value, Item):
-                return self.graph.load(value.tensor, value.name, value.indices)
+                return self.graph.load(*value)
             if type(value) is int:
                 return value
         except Fault as fault:
@@ -132,7 +126,9 @@ class _Reader:
             return self.names[tree.id]
         if tree.id not in self.captured:
             raise Fault(f"{tree.id} is not defined")
-        return self.given(self.captured[tree.id], tree.id)
+        x = self.captured[tree.id]
+        self.used[tree.id] = _mark(x), None if isinstance(x, torch.Tensor) else x  # an object that lives keeps its id
+        return self.given(x, tree.id)
 
     def of_Attribute(self, tree):
         base = self.value(tree.value)
@@ -215,7 +211,7 @@ class _Reader:
 
 @functools.lru_cache(maxsize=256)
 def _definition(code):
-    """(the syntax tree of a function by its code, the name of its file)."""
+    """(the syntax tree of a function by its code, the name of its file, a list for _Readers of it)."""
     try:
         lines, _ = inspect.findsource(code)
         tree = ast.parse("".join(lines))
@@ -234,11 +230,29 @@ def _definition(code):
         what = "several lambdas stand" if found else "its source has changed, or does not stand"
         raise NotImplementedError(f"score_mod cannot be read: {what} in line {code.co_firstlineno} of "
                                   f"{code.co_filename}; give it a line of its own")
-    return *found.values(), code.co_filename
+    return *found.values(), code.co_filename, []
+
+
+def _captured(function):
+    """What the names in a function mean, but for its own."""
+    defaults, code, cells = function.__defaults__ or (), function.__code__, {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            cells[name] = cell.cell_contents
+    named = dict(zip(code.co_varnames[code.co_argcount - len(defaults):], defaults))
+    return ChainMap(named, function.__kwdefaults__ or {}, cells, function.__globals__, vars(builtins))
+
+
+def _mark(x):
+    """All of a captured object that a graph depends on."""
+    if isinstance(x, torch.Tensor):
+        return type(x), x.layout, x.is_nested, x.dtype, x.ndim
+    return type(x), repr(x) if isinstance(x, (bool, int, float)) else id(x)
 
 
 def read(function):
-    """(graph, root) of a function of a score: a Graph, and the node of its result.
+    """(graph, root, tensors) of a function of a score: a Graph, which is made once, the node of its result, and the
+    tensors that it captures, in the graph's order.
 
     Raises:
         NotImplementedError: what a kernel cannot have, with its line, or no source. TypeError: no plain function of
@@ -247,5 +261,12 @@ def read(function):
     if not isinstance(function, types.FunctionType):
         raise TypeError(f"score_mod must be a plain function of Python where kernels serve it, got {shown(function)}; "
                         "backend='torch' takes any callable")
-    reader = _Reader(function, *_definition(function.__code__))
-    return reader.graph, reader.root
+    definition, file, known = _definition(function.__code__)
+    captured = _captured(function)
+    reader = next((reader for reader in known if all(name in captured and _mark(captured[name]) == mark
+                                                     for name, (mark, _) in reader.used.items())), None)
+    if reader is None:
+        reader = _Reader(definition, file, captured)
+        reader.captured = None  # tensors need not stay
+        known[:] = [*known[-7:], reader]
+    return reader.graph, reader.root, tuple(captured[name] for name in reader.graph.captured)

@@ -107,7 +107,7 @@ class Graph:
     """The operations of a function, each behind its arguments. graph(op, *nodes) is the node of an operation."""
 
     def __init__(self):
-        self.nodes, self.tensors, self._known = [], [], {}  # tensors: captured ones, in the order of their loads
+        self.nodes, self.captured, self._known = [], [], {}  # captured: the names of tensors
         for name, kind, axes in zip(INPUTS, ("float", *["int"] * 4), (3, 0, 0, 1, 2)):
             self._node("input", (), name, kind, axes)
 
@@ -124,19 +124,19 @@ class Graph:
         return self._known[key]
 
     def number(self, x):
-        return self._node("number", (), x, "bool" if isinstance(x, bool) else "int" if is_int(x) else "float")
+        kind = bool if isinstance(x, bool) else int if is_int(x) else float
+        return self._node("number", (), kind(x), kind.__name__)  # numpy's float64 is a float, too
 
     def is_number(self, i, x):
         return self[i].op == "number" and self[i].kind == "float" and self[i].value == x
 
-    def load(self, tensor, name, indices):
+    def load(self, name, tensor, indices):
         """The element of a captured tensor of this name."""
         if len(indices) != tensor.ndim:
             raise Fault(f"{name}, {shown(tensor)}, needs {tensor.ndim} indices and has {len(indices)}")
-        place = next((i for i, x in enumerate(self.tensors) if x is tensor), len(self.tensors))
-        self.tensors += [tensor] * (place == len(self.tensors))
+        self.captured += [name] * (name not in self.captured)
         kind = "float" if tensor.dtype in FLOATS else "bool" if tensor.dtype == torch.bool else "int"
-        return self._node("load", tuple(self.cast(i, "int") for i in indices), place, kind)
+        return self._node("load", tuple(self.cast(i, "int") for i in indices), self.captured.index(name), kind)
 
     def cast(self, i, kind):
         """Node i as of a kind that holds all its values."""
@@ -209,8 +209,8 @@ class Graph:
                     sums[x] = self("add", sums[x], dx) if x in sums else dx
         return {i: sums.get(i, self.number(0.0)) for i in by}
 
-    def evaluate(self, root, *inputs):
-        """The value of a node by torch's operations. inputs: tensors of INPUTS, which broadcast."""
+    def evaluate(self, root, captured, *inputs):
+        """The value of a node by torch's operations. captured: tensors; inputs: those of INPUTS, which broadcast."""
         dtype, values = inputs[0].dtype, dict(enumerate(inputs))
         for i in self._reached([root]):
             node = self[i]
@@ -219,7 +219,7 @@ class Graph:
                 values[i] = torch.tensor(node.value, dtype=dtype if node.kind == "float" else None,
                                          device=inputs[0].device)
             elif node.op == "load":
-                values[i] = self.tensors[node.value][tuple(args)]
+                values[i] = captured[node.value][tuple(args)]
                 values[i] = values[i].to(dtype) if node.kind == "float" else values[i]
             elif node.op == "to_float":
                 values[i] = args[0].to(dtype)

@@ -119,6 +119,7 @@ HELPERS = {x.__name__: x for x in (floor_div, remainder, place, load_float, load
 PARAMETERS = "score, b, h, q_idx, kv_idx, captured, sizes"
 
 
+@functools.lru_cache(maxsize=256)
 def _source(graph, root):
     """The source of the three functions."""
     derivatives = graph.derivatives(root)
@@ -156,15 +157,15 @@ def compiled(score_mod, q):
 
     Raises: as minimal_attn.score_function.read. ValueError: a captured tensor on another device.
     """
-    graph, root = read(score_mod)
-    for x in graph.tensors:
+    graph, root, captured = read(score_mod)
+    for x in captured:
         if x.device != q.device:
             raise ValueError(f"tensors that score_mod captures must be on {q.device}, as q is, got one of shape "
                              f"{tuple(x.shape)} on {x.device}")
-    captured = (x.contiguous() for x in graph.tensors)
+    captured = (x.contiguous() for x in captured)
     captured = (x.view(torch.uint8) if x.dtype == torch.bool else x for x in captured)
     if INTERPRETING:  # see launching.py
         captured = (x.float() if x.dtype == torch.bfloat16 else x for x in captured)
-    source = _source(graph, root)
-    of_each = sum(graph.tensors[x.value].itemsize for x in graph.nodes if x.op == "load" and x.axes == 3)
-    return Compiled(_compiled(source), tuple(captured), source, of_each)
+    captured, source = tuple(captured), _source(graph, root)
+    of_each = sum(captured[x.value].itemsize for x in graph.nodes if x.op == "load" and x.axes == 3)
+    return Compiled(_compiled(source), captured, source, of_each)

@@ -108,7 +108,7 @@ def row_and_key_bias(rows: (B, SQ), keys: (H, SK)):
 
 
 def full_bias(bias: (1, H, SQ, SK)):
-    return lambda score, b, h, q_idx, kv_idx: score + bias[0, h, q_idx, kv_idx]
+    return lambda score, b, h, q_idx, kv_idx: score + bias[-1, h, q_idx - SQ, kv_idx]
 
 
 def softplus(width: (H,)):
@@ -420,24 +420,24 @@ def test_graph_and_its_derivatives(name):
 
 
 def check_graph(f, captured):
-    graph, root = read(f)
+    graph, root, tensors = read(f)
     score = randn(SQ, SK, seed=3).requires_grad_()
     others = torch.tensor(1), torch.tensor(2), torch.arange(SQ)[:, None], torch.arange(SK)[None]
-    want, got = f(score, *others).expand(SQ, SK), graph.evaluate(root, score, *others)
+    want, got = f(score, *others).expand(SQ, SK), graph.evaluate(root, tensors, score, *others)
     assert_close(got.expand(SQ, SK), want)
     dy = randn(SQ, SK, seed=4)
     expected = torch.autograd.grad(want, [score, *captured], dy, allow_unused=True)
     loads = [x for x in graph.nodes if x.op == "load"]
-    found = {id(x): torch.zeros_like(x) for x in (score, *graph.tensors)}
+    found = {id(x): torch.zeros_like(x) for x in (score, *tensors)}
     with torch.no_grad():
         for node, derivative in graph.derivatives(root).items():
-            part = (dy * graph.evaluate(derivative, score, *others)).expand(SQ, SK)
+            part = (dy * graph.evaluate(derivative, tensors, score, *others)).expand(SQ, SK)
             if node == 0:
                 found[id(score)] += part
                 continue
             assert graph[node] in loads
-            indices = [graph.evaluate(i, score, *others).expand(SQ, SK) for i in graph[node].args]
-            tensor = graph.tensors[graph[node].value]
+            indices = [graph.evaluate(i, tensors, score, *others).expand(SQ, SK) for i in graph[node].args]
+            tensor = tensors[graph[node].value]
             if indices:
                 found[id(tensor)].index_put_(tuple(indices), part, accumulate=True)
             else:
@@ -483,8 +483,22 @@ def check_text(text):
 
 
 @cpu
+def test_a_function_is_read_once():
+    """For each number that it captures, and each dtype and number of dimensions of a tensor."""
+    def graph_of(x):
+        return read(lambda score, b, h, q_idx, kv_idx: score * x)
+
+    graph, _, tensors = graph_of(torch.ones(()))
+    other = torch.zeros(())
+    assert tensors[0].item() == 1 and graph_of(other)[0] is graph and graph_of(other)[2][0] is other
+    assert len({id(graph_of(x)[0]) for x in (other, 1, 1.0, True, other.half(), 1)}) == 5
+    with pytest.raises(NotImplementedError, match="needs 1 indices and has 0"):
+        graph_of(torch.ones(1))
+
+
+@cpu
 def test_nodes_that_are_alike_are_one():
-    graph, root = read(lambda score, b, h, q_idx, kv_idx: score.exp() + torch.exp(score) * abs(q_idx - kv_idx)
+    graph, root, _ = read(lambda score, b, h, q_idx, kv_idx: score.exp() + torch.exp(score) * abs(q_idx - kv_idx)
                        / abs(q_idx - kv_idx))
     assert sorted(x.op for x in graph.nodes if x.args) == ["abs", "add", "div", "exp", "mul", "sub", "to_float"]
     lines, (result,), _ = graph.printed(CUDA, [root])
@@ -496,6 +510,6 @@ def test_nodes_that_are_alike_are_one():
 @pytest.mark.parametrize("language", [TRITON, CUDA], ids=["triton", "cuda"])
 def test_everything_is_printed(name, language):
     """With the derivatives: no name is used that no line has made."""
-    graph, root = read(FUNCTIONS[name](**captured_of(name)))
+    graph, root, _ = read(FUNCTIONS[name](**captured_of(name)))
     lines, values, _ = graph.printed(language, [root, *graph.derivatives(root).values()])
     assert len(set(lines.splitlines())) == lines.count("\n") and all(values)
