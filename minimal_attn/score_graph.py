@@ -143,7 +143,8 @@ class Graph:
         if self[i].kind == kind or kind == "any":
             return i
         if KINDS.index(self[i].kind) > KINDS.index(kind):
-            raise Fault(f"a {self[i].kind} stands where only {'a bool' if kind == 'bool' else 'whole numbers'} may")
+            is_what = "a float" if self[i].kind == "float" else "a whole number"
+            raise Fault(f"{is_what} stands where only {'a bool' if kind == 'bool' else 'whole numbers'} may")
         return self(f"to_{kind}", i)
 
     def __call__(self, op, *args):

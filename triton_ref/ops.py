@@ -90,6 +90,8 @@ class ScoredAttention(torch.autograd.Function):
             raise NotImplementedError("backend='triton' has no second derivative with score_mod: use backend='torch' "
                                       "or backend='reference'")
         q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
+        if q.dtype in FP8_DTYPES:
+            raise NotImplementedError(f"backend='triton' has no backward pass in {q.dtype}")
         need_q, need_k, need_v, need_sinks, _, *needed = ctx.needs_input_grad
         dout = torch.zeros_like(out) if dout is None else dout
 

@@ -356,6 +356,12 @@ def test_what_the_twin_refuses():
         (name, value), = x.items()
         with pytest.raises(NotImplementedError, match="no(t support| forward-mode)|under torch.(compile|func)"):
             torch.func.jvp(lambda value, name=name: attend(**{name: value}), (value,), (value,))
+    if not HAS_GPU:  # few have fp8
+        narrow = [x.to(torch.float8_e5m2) for x in (q, k, v)]
+        out = flash_attention(*narrow, score_mod=(f := FUNCTIONS["temperature"](weight)), backend="triton")
+        assert_close(out, flash_attention(*narrow, score_mod=f, backend="reference"))
+        with pytest.raises(NotImplementedError, match="no backward pass in torch.float8_e5m2"):
+            out.sum().backward()
     with pytest.raises(NotImplementedError, match="no second derivative with score_mod"):
         torch.autograd.grad(attend().sum(), weight, create_graph=True)
 

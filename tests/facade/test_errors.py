@@ -303,7 +303,7 @@ UNTRANSLATED = [
     ("Slice is not allowed, index each dimension", lambda s, b, h, q, k: s + TABLE[:, q]),
     ("a float stands where only whole numbers may", lambda s, b, h, q, k: s + TABLE[s, q]),
     ("a float stands where only whole numbers may", lambda s, b, h, q, k: s // 2),
-    ("a int stands where only a bool may", lambda s, b, h, q, k: torch.where(q & k, s, -s)),
+    ("a whole number stands where only a bool may", lambda s, b, h, q, k: torch.where(q & k, s, -s)),
     ("it is for numbers alone: write torch.maximum", lambda s, b, h, q, k: max(s, q)),
     ("it is for numbers alone: write torch.exp", lambda s, b, h, q, k: math.exp(s)),
     ("the exponent of a power must be", lambda s, b, h, q, k: s ** q),
