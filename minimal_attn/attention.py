@@ -3,7 +3,7 @@
 flash_attention checks its input (checks.py), picks a backend from BACKENDS and calls it on 4D tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -47,7 +47,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
                     alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None, attention_chunk: int = 0,
                     return_max_logits: bool = False, block_mask: BlockMask | None = None,
-                    **unknown) -> Tensor | tuple[Tensor, ...]:
+                    score_mod: Callable | None = None, **unknown) -> Tensor | tuple[Tensor, ...]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
     q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Copied, as
@@ -132,6 +132,14 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             keys, out is right but gradients are not: lse is too coarse for them. Not for packed batches, nor for
             float8. A causal bias of torch.nn.attention.bias for Sq rows and Sk keys becomes a part of the window where
             it can.
+        score_mod: (score, b, h, q_idx, kv_idx) -> score, as in torch.nn.attention.flex_attention: a function of one
+            score, sm_scale · q·k, and of the numbers of its sample, query head, row and key, which all count from 0 in
+            each sample: unlike ALiBi and the causal mask, q_idx is aligned top-left. Masks hide keys after it. In place
+            of softcap, alibi_slopes and attn_bias, which it can say, so that they raise ValueError beside it. It may
+            capture tensors on q's device, and those that require grad get gradients. "torch" and "reference" run it
+            under torch.vmap, and form all scores. "triton" compiles what its source says, for which it must be made of
+            what docs/score_functions.md lists; "cuda" does not serve it. Its value and its derivatives must be finite
+            where keys are hidden; -inf hides a key.
         All options can be given together, but for what Raises names. With dropout, sinks, softcap, return_max_logits,
         in 16 bits also with ALiBi or a float32 attn_bias, "torch" forms all scores, as "reference" does.
 
@@ -172,7 +180,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     given = Options._make((  # faster than the constructor
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap, -1, -1,
         attention_chunk, dropout_p, dropout_seed, return_max_logits, block_mask, None, None, None, deterministic,
-        autotune, q_descale, k_descale, v_descale, return_lse))
+        autotune, q_descale, k_descale, v_descale, score_mod, return_lse))
     result = fast_path(q, k, v, given, causal, window_size, backend) if seq_lens is None else None
     if result is not None:
         return result
@@ -187,10 +195,10 @@ def fast_path(q, k, v, given, causal, window_size, backend, seq_major=False):
     return cuda._fast_forward(q, k, v, given, causal, window_size, seq_major)
 
 
-def backend_name(backend, q, *others):
+def backend_name(backend, q, *others, options=Options()):
     """The key in BACKENDS that a caller's backend means, or ValueError. others: what else may want a gradient."""
     if backend == "auto":
-        return auto_backend(q, *others)
+        return auto_backend(q, *others, options=options)
     return check_choice("backend", backend, ("auto", *BACKENDS))
 
 
@@ -199,9 +207,11 @@ def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seql
     says more. names: what the caller calls arguments, as in checks.py."""
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, names=names)
-    name = backend_name(backend, q, k, v, *given.differentiable)
+    name = backend_name(backend, q, k, v, *given.differentiable, options=given)
     chosen = BACKENDS[name]
     check_dtype(q, chosen.dtypes)
+    if (lacking := chosen.lacking(given)) is not None:
+        raise NotImplementedError(f"backend={name!r} does not serve {lacking[0]}: {lacking[1]}; use backend='auto'")
     options = checked_options(with_tensors(given, q, k), q, k, causal, window_size, seq_lens, names)
     if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not

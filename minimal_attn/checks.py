@@ -617,6 +617,14 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
         check_tensor_of(name, x, q.device, sizes, names, dtypes=dtypes)
         return x.contiguous()
 
+    if given.score_mod is not None:
+        if not callable(given.score_mod):
+            raise TypeError("score_mod must be a function of score, b, h, q_idx and kv_idx, or None, got "
+                            f"{shown(given.score_mod)}")
+        beside = [name for name in ("softcap", "alibi_slopes", "attn_bias") if not is_unset(getattr(given, name))]
+        if beside:
+            raise ValueError(f"{names.get(beside[0], beside[0])} cannot be given with score_mod: write it into the "
+                             "function")
     sinks = tensor("sinks", (torch.float64,) if q.dtype == torch.float64 else KERNEL_DTYPES)
     if wants_gradient(given.alibi_slopes):
         raise ValueError("alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach()")
@@ -636,6 +644,11 @@ def is_zero(x):
     """Whether x, an option of which 0 is none, is a plain 0 and so needs no check. False equals 0, but has to be
     checked. Defaults are ints, since torch.compile(dynamic=True) makes symbols of floats and then compiles twice."""
     return (type(x) is float or type(x) is int) and x == 0
+
+
+def is_unset(x):
+    """Whether an option is not given: None, or 0 of one for which 0 is none."""
+    return x is None or not isinstance(x, torch.Tensor) and x == 0
 
 
 def wants_gradient(x):

@@ -6,8 +6,8 @@ This file imports nothing else of the project.
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +83,8 @@ class Options(NamedTuple):
     q_descale: Tensor | None = None  # of q, k and v in fp8: float32 (B, Hk), contiguous, or None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    # FlexAttention's (score, b, h, q_idx, kv_idx) -> score, a function; triton_ref puts a Compiled in its place.
+    score_mod: Any = None
     return_lse: bool = True  # False: lse may be None
 
     @classmethod
@@ -109,8 +111,9 @@ class Options(NamedTuple):
 
     @property
     def has_scores(self):
-        """Whether softcap, ALiBi, attn_bias or a block mask change the scores."""
-        return any(x is not None for x in (self.alibi_slopes, self.attn_bias, self.mask_units)) or self.softcap > 0
+        """Whether softcap, ALiBi, attn_bias, a block mask or score_mod change the scores."""
+        return self.softcap > 0 or any(x is not None for x in (self.alibi_slopes, self.attn_bias, self.mask_units,
+                                                               self.score_mod))
 
     @property
     def tensors(self):
@@ -230,6 +233,11 @@ class Backend:
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor, Tensor]]
     # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
     why_not: Callable[[torch.device | None], Exception | None] = lambda device=None: None
+    lacks: dict[str, str] = field(default_factory=dict)  # {option: why calls with it are not served}
+
+    def lacking(self, options):
+        """(option, why it is not served) of the first of these Options that the backend lacks, or None."""
+        return next((row for row in self.lacks.items() if getattr(options, row[0]) is not None), None)
 
 
 def warn(text: str) -> None:

@@ -35,7 +35,7 @@ def host(file, names="against_a_loop"):
 
 LENGTHS, SCORES, KV = "attention/test_lengths.py", "attention/test_scores.py", "caches/test_kvcache.py"
 FORWARD, BACKWARD, DROPOUT = (f"attention/test_{name}.py" for name in ("forward", "backward", "dropout"))
-BLOCK_MASK = "attention/test_block_mask.py"
+BLOCK_MASK, SCORE_MOD = "attention/test_block_mask.py", "attention/test_score_mod.py"
 PACKED, TWIN_LENGTHS = "attention/test_packed.py", f"{LENGTHS} -k 'triton and against_a_loop'"
 APPEND, TREES, CACHE_ERRORS, CACHE_NAMES = (f"caches/test_{name}.py" for name in (
     "append", "tree_mask", "cache_errors", "cache_names"))
@@ -177,6 +177,14 @@ MUTANTS = [
      f"{SCORES} -k 'triton and scores_of_batches'"),
     ("triton_ref/scores.py", "triton_no_derivative_of_softcap", "ds *= 1 - s * s", "ds *= 1",
      f"{SCORES} -k 'triton and scores_of_batches'"),
+    ("triton_ref/score_function.py", "triton_floor_div_rounds_to_0",
+     " - ((quotient * y != x) & ((x < 0) != (y < 0))).to(tl.int32)", "", f"{SCORE_MOD} -k 'triton and strided'"),
+    ("triton_ref/score_function.py", "triton_last_element_is_the_first", "tl.where(i < 0, i + size, i)", "i",
+     f"{SCORE_MOD} -k 'triton and full_bias'"),
+    ("triton_ref/score_function.py", "triton_gradients_of_rows_by_keys", "2 - kAxes, keep_dims", "kAxes - 1, keep_dims",
+     f"{SCORE_MOD} -k 'triton and row_and_key_bias'"),
+    ("triton_ref/launching.py", "triton_plans_of_any_score_mod", "(mod.source, *layouts", "(*layouts",
+     f"{SCORE_MOD} -k 'triton and mixed_up'"),
     ("triton_ref/attention.py", "triton_out_without_share_of_sink", "scale_o *= factor", "scale_o *= 1.0",
      TWIN_LENGTHS),
     ("triton_ref/attention.py", "triton_nan_in_padding_by_tma",
@@ -214,6 +222,12 @@ MUTANTS = [
      "tl.where(is_first, sin, -sin)", f"{APPEND} -k 'triton and append_against'"),
     ("triton_ref/matmul.py", "triton_matmul_unaligned_tma", "stride * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0:",
      "stride * x.itemsize % 16 == 0:", "attention/test_matmul.py -k 'descriptors or layouts'"),
+    ("minimal_attn/score_graph.py", "quotient_rises_with_its_divisor",
+     'g("neg", g("mul", g("div", dy, b), y))', 'g("mul", g("div", dy, b), y)', f"{SCORE_MOD} -k derivatives"),
+    ("minimal_attn/score_graph.py", "maximum_gives_both_all", 'dy, g("where", g("lt", *pair), zero, half)', "dy, half",
+     f"{SCORE_MOD} -k 'derivatives or drawn'"),
+    ("minimal_attn/score_function.py", "numbers_of_the_first_call", "_mark(captured[name]) == mark", "True",
+     f"{SCORE_MOD} -k read_once"),
     ("minimal_attn/checks.py", "scale_of_nan", "if not holds(x >= row.low) or row.high is not None and not holds(x <= row.high):",
      "if holds(x < row.low) or row.high is not None and holds(x > row.high):",
      f"{FACADE} {ERRORS} -k scale"),

@@ -23,8 +23,8 @@ from .block_mask import hidden, places_of, tile_at, tiles_of, with_lists
 from .dropout import dropout_of, keep_tile
 from .launching import INTERPRETING, WINDOW, Launch, kind_of, mask_of, packed, plan_key, properties, remember
 from .mask import block_of, key_blocks, keys_of, make_mask, sees, steps
-from .scores import (LOWEST, Scores, bias_bytes, capped, log2_unit, online_softmax, score_numbers, score_options,
-                     score_strides, shifted)
+from .scores import (LOWEST, Scores, bytes_of_scores, capped, functions_of, log2_unit, online_softmax, score_numbers,
+                     score_options, score_strides, shifted)
 from .sequence import block_of_slot, head_of, num_slots, sequence, strides_of
 
 try:
@@ -178,7 +178,7 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
                lengths, sinks_ptr, descales, dropout, softmax_scale, score_options, strides, score_strides, batch_size,
                nheads, nheads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right,
                kIsCausal: tl.constexpr, kIsLocal: tl.constexpr, kChunk: tl.constexpr, kNegateQ: tl.constexpr,
-               kTile: tl.constexpr):
+               kTile: tl.constexpr, kScoreMod: tl.constexpr):
     """lengths, descales: those of minimal_attn.options.Options. strides: of q, k, v and o."""
     kIsPacked: tl.constexpr = lengths.cu_seqlens_q is not None
     kBlockM: tl.constexpr = kTile.kBlockM
@@ -222,7 +222,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
     row_max = tl.full([kBlockM], float("-inf"), tl.float32)
     row_sum = tl.zeros([kBlockM], tl.float32)
     kIsFloat32: tl.constexpr = q.dtype == tl.float32
-    kHasBias: tl.constexpr = False if score_options.bias is None else score_options.bias.dtype.element_ty != tl.uint8
+    kHasBias: tl.constexpr = (kScoreMod is not None if score_options.bias is None else
+                              score_options.bias.dtype.element_ty != tl.uint8)
     kClearV: tl.constexpr = kIsPacked or lengths.seqused_k is not None
     for kMasked in tl.static_range(2):  # first the blocks that every row sees whole, then those that a mask cuts
         loop = steps(places, kMasked)
@@ -231,7 +232,8 @@ def _flash_fwd(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # as AttnParams in csrc/fla
             cols = col0 + tl.arange(0, kBlockN)
             k_tile = load_tile(k, col0, kMasked, kTile.kMaskCols, kBlockN, kTile.kBlockD, kTile.kTma)
             acc_s = tl.dot(q, k_tile.T, input_precision="ieee")
-            acc_s = shifted(scores, capped(scores, acc_s), rows[:, None], cols[None, :], not kMasked, kIsFloat32)
+            acc_s = shifted(scores, capped(scores, acc_s), rows[:, None], cols[None, :], not kMasked, kIsFloat32,
+                            kScoreMod)
             acc_s = hidden(scores, acc_s, row0, col0, is_partial)
             if kMasked:
                 acc_s = tl.where(sees(mask, visible, cols), acc_s, float("-inf"))
@@ -358,8 +360,9 @@ def transposed(v, seqlen_q, lengths, mask):
     return vt
 
 
-def launch(config, arguments, mask, tma):
-    """A Launch for mask_of a call and the arguments that _flash_fwd has first. tma: descriptors reach q, k and v."""
+def launch(config, arguments, mask, tma, score_mod=None):
+    """A Launch for mask_of and functions_of a call and the arguments that _flash_fwd has first. tma: descriptors reach
+    q, k and v."""
     q, k, v, out, _, _, lengths, *_, softmax_scale, scores = arguments
     if "kConsumers" in config:
         return attention_hopper.launch(config, q, k, v, out, mask[2], properties(q.device).num_sms)
@@ -369,7 +372,7 @@ def launch(config, arguments, mask, tma):
     tiles = [(x, (1, 1, *tile)) for x, tile in ((q, (kBlockM, kBlockD)), (k, (kBlockN, kBlockD)), (v, v_tile))]
     constants = (strides_of(q, k, v, out), score_strides(q, scores), batch_size, nheads, k.shape[1], seqlen_q,
                  k.shape[2], head_dim, head_dim_v, *mask, softmax_scale < 0,
-                 tile_of(config, head_dim, head_dim_v, tma))
+                 tile_of(config, head_dim, head_dim_v, tma), score_mod)
     slots = num_slots.fn(lengths.cu_seqlens_q, batch_size, seqlen_q, kBlockM)
     start = Launch(packed(_flash_fwd) if lengths.is_packed else _flash_fwd, slots * q.shape[0] * nheads, constants,
                    tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
@@ -406,7 +409,7 @@ def run(q, k, v, options, config=None):
                 *kind_of(q, k, options), tma, is_hopper)
         try:
             plan = tuner.fastest_launch("attention", kind, configs, lambda config: launch(
-                config, arguments, mask_of(options), tma), arguments, options.autotune)
+                config, arguments, mask_of(options), tma, functions_of(options)), arguments, options.autotune)
             plan(*arguments)
         except CompilationError as error:
             if not is_hopper:
@@ -434,7 +437,7 @@ def hopper_serves(q, out, tma, options):
     """Whether attention_hopper.py is for a call, if it works."""
     return (properties(q.device).capability // 10 == 9 and tma and can_use_tma(out) and q.dtype.itemsize == 2
             and q.shape[-1] > 32 and q.shape[-1] == out.shape[-1] and options.mask in (NO_MASK, CAUSAL_MASK)
-            and not (options.return_max_logits or options.softcap) and options.softmax_scale >= 0
+            and not (options.return_max_logits or options.softcap or options.score_mod) and options.softmax_scale >= 0
             and all(x is None for x in options.tensors))
 
 
@@ -445,4 +448,4 @@ def candidates(q, out, tma, options=Options(1.0)):
         warn_hopper(hopper_error)
         is_hopper = False
     return tile_configs(q.dtype, q.shape[-1], properties(q.device).max_shared_memory, is_hopper, out.shape[-1],
-                        bias_bytes(options.attn_bias)), is_hopper
+                        bytes_of_scores(options)), is_hopper

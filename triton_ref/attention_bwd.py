@@ -26,7 +26,7 @@ from .attention_bwd_kernels import PAD, _flash_bwd_bias, _flash_bwd_kv, _flash_b
 from .block_mask import with_lists
 from .dropout import dropout_of
 from .launching import INTERPRETING, Launch, kind_of, mask_of, packed, plan_key, properties, remember, sum_splits
-from .scores import bias_bytes, score_strides, score_options
+from .scores import bytes_of_scores, functions_of, score_options, score_strides
 from .sequence import num_slots, strides_of
 
 # Rows and keys of a tile, num_warps and num_stages, as TILES in attention.py. dK and dV take two sums and two operands,
@@ -49,6 +49,12 @@ Q_TILES = {
     (2, 128): [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
     (2, 256): [(128, 32, 8, 2), (64, 32, 4, 3), (64, 32, 8, 2), (32, 32, 4, 1)],
 }
+# Where a score_mod changes them, whose derivatives take registers too.
+SCORE_MOD_Q_TILES = Q_TILES | {
+    (2, 64): [(64, 64, 8, 2), (64, 64, 4, 2)],
+    (2, 128): [(64, 64, 8, 2), (64, 32, 4, 2)],
+    (2, 256): [(64, 32, 8, 2), (32, 32, 4, 1)],
+}
 # The gradient of a bias: both operands of both products are in shared memory, in fp32 in registers.
 BIAS_TILES = {
     (4, 64): [(32, 32, 4, 1)], (4, 128): [(32, 32, 4, 1)], (4, 256): [(16, 16, 4, 1)],
@@ -57,7 +63,8 @@ BIAS_TILES = {
 
 
 @functools.cache
-def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=None, bias_bytes=0, has_scores=False):
+def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=None, bias_bytes=0, has_scores=False,
+                 has_score_mod=False):
     """Launch options as those of attention.py, for the side "kv", "q" or "bias" whose gradients the kernel computes.
     has_scores: something changes the scores."""
     kBlockD, kBlockDv = block_d(dtype, head_dim), block_d(dtype, head_dim_v or head_dim)
@@ -68,7 +75,8 @@ def tile_configs(side, dtype, head_dim, max_shared_memory=227 << 10, head_dim_v=
         of_tiles = 2 * (own + num_stages * other) * largest * dtype.itemsize
         return of_tiles + num_stages * kBlockM * kBlockN * bias_bytes + 4096 <= max_shared_memory
 
-    tables = {"kv": SCORES_KV_TILES if has_scores else KV_TILES, "q": Q_TILES, "bias": BIAS_TILES}
+    tables = {"kv": SCORES_KV_TILES if has_scores else KV_TILES, "q": SCORE_MOD_Q_TILES if has_score_mod else Q_TILES,
+              "bias": BIAS_TILES}
     tiles = [tile for tile in tables[side][dtype.itemsize, max(64, largest)] if fits(*tile)] or [(16, 16, 4, 1)]
     return [config_of(*tile, kBlockD, kBlockDv) for tile in tiles]
 
@@ -93,7 +101,7 @@ def _has_empty_rows(q, k, options):
     return options.lengths.is_packed or options.mask != NO_MASK and (used_q != used_k or q.shape[2] > k.shape[2])
 
 
-def _launch(side, config, tma, arguments, mask, has_empty_rows, clears_delta):
+def _launch(side, config, tma, arguments, mask, has_empty_rows, clears_delta, score_mod):
     """A Launch for the gradients of one side, for the arguments that its kernel has first. clears_delta: delta may be
     NaN in rows without a key."""
     q, k, v, dout, *gradients, lse_padded, delta, lengths = arguments[:-3]
@@ -120,7 +128,7 @@ def _launch(side, config, tma, arguments, mask, has_empty_rows, clears_delta):
              (delta, (1, kBlockM))]
     constants = (strides_of(q, k, v, dout, *gradients), score_strides(q, arguments[-1]), batch_size, nheads, nheads_k,
                  seqlen_q, seqlen_k, delta.shape[1], head_dim, head_dim_v, *splits, *mask, *flags,
-                 tile_of(config, head_dim, head_dim_v, tma))
+                 tile_of(config, head_dim, head_dim_v, tma), *[score_mod] * (side != "bias"))
     start = Launch(function, programs, constants, tiles if tma else (), num_warps=num_warps, num_stages=num_stages)
     return with_lists(start, arguments[-1].units, kBlockM, kBlockN, seqlen_q, seqlen_k, side == "kv")
 
@@ -141,9 +149,11 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
                                   "overlap")
     # Triton 3.6 compiles it to a kernel whose dV is wrong on an H200, where its interpreter and 16 bits are right.
     if (q.dtype == torch.float32 and options.dropout_seed is not None and not INTERPRETING
-            and not (options.attn_bias is options.mask_units is None)):
-        raise NotImplementedError("backend='triton' has no backward pass in float32 for dropout with attn_bias or "
-                                  "block_mask")
+            and not (options.attn_bias is options.mask_units is options.score_mod is None)):
+        raise NotImplementedError("backend='triton' has no backward pass in float32 for dropout with attn_bias, "
+                                  "block_mask or score_mod")
+    captured_gradients = [] if options.score_mod is None else options.score_mod.gradients or []
+    need_dq = need_dq or len(captured_gradients) > 0  # they come from the same kernel
     dq = empty_like(q) if need_dq else None
     dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
     dbias = options.attn_bias.new_empty(options.attn_bias.shape) if need_dbias else None
@@ -197,6 +207,9 @@ def run(dout, dlse, q, k, v, out, lse, options, need_dq=True, need_dkv=True, nee
             if max_splits > 1:
                 plan["sums"] = [sum_splits(x, split_stride, max_splits) for x in (dk, dv)]
             remember(_plans, key, plan, q.device)
+            if options.autotune:  # runs that were timed have added to them
+                for x in filter(torch.is_tensor, captured_gradients):
+                    x.zero_()
         with _beside(q.device, need_dq and need_dkv and _pays_beside(q, k, v)) as second_stream:
             if need_dkv:
                 plan["kv"](*sides["kv"])
@@ -244,12 +257,13 @@ def _choose(side, arguments, options, has_empty_rows, clears_delta):
     """The Launch of one of tile_configs: the first, or the fastest."""
     (q, k, v, dout), lengths = arguments[:4], options.lengths
     configs = tile_configs(side, q.dtype, q.shape[-1], properties(q.device).max_shared_memory, v.shape[-1],
-                           bias_bytes(options.attn_bias), options.has_scores)
+                           bytes_of_scores(options), options.has_scores, options.score_mod is not None)
     # A descriptor ends with the tensor, not with a padded sample.
     tma = side != "bias" and (lengths.is_packed or not lengths.are_given) and can_use_tma(q, k, v, dout)
     key = (str(q.dtype), configs[0]["kBlockD"], configs[0]["kBlockDv"], *kind_of(q, k, options), tma)
 
     def launch(config):
-        return _launch(side, config, tma, arguments, mask_of(options), has_empty_rows, clears_delta)
+        return _launch(side, config, tma, arguments, mask_of(options), has_empty_rows, clears_delta,
+                       functions_of(options))
 
     return tuner.fastest_launch(f"attention_bwd_{side}", key, configs, launch, arguments, options.autotune)

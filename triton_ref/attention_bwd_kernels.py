@@ -14,7 +14,7 @@ from .block_mask import hidden, place_of, places_of, tile_at, tiles_of
 from .dropout import keep_tile
 from .launching import WINDOW
 from .mask import block_of, has_keys, key_blocks, keys_of, make_mask, row_blocks, rows_of, seen_by, sees, steps
-from .scores import LOG2_E, Scores, capped, score_numbers, shifted, through_cap
+from .scores import LOG2_E, Scores, add_to_captured, capped, score_numbers, shifted, through_cap
 from .sequence import block_of_slot, head_of, num_slots, sequence
 
 PAD = tl.constexpr(128)  # rows of delta and lse_padded come in multiples of this, as no tile has more
@@ -120,7 +120,7 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
                   score_options, strides, score_strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad,
                   head_dim, head_dim_v, max_splits, split_stride, window_left, window_right, kIsCausal: tl.constexpr,
                   kIsLocal: tl.constexpr, kChunk: tl.constexpr, kEmptyRows: tl.constexpr, kClearDelta: tl.constexpr,
-                  kRaggedRows: tl.constexpr, kTile: tl.constexpr):
+                  kRaggedRows: tl.constexpr, kTile: tl.constexpr, kScoreMod: tl.constexpr):
     """dK and dV of kBlockN keys of one key/value head, summed over the query heads that read it, or over those of a
     split. strides: of q, k, v, dout, dk and dv. kEmptyRows: the cut blocks may have rows without a key, or the next
     sample's. kClearDelta: and delta may be NaN there."""
@@ -180,7 +180,8 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
                     q_tile = tl.where(is_used[:, None], q_tile, tl.zeros_like(q_tile))
                 s = capped(scores, tl.dot(k, q_tile.T, input_precision="ieee"))  # Sᵀ
                 lse = load_per_row(lse_ptr, b * nheads + h, pad_begin + row0, seqlen_pad, kBlockM, kTile.kTma)
-                shown = hidden(scores, shifted(scores, s, rows[None, :], cols[:, None]), row0, col0, is_partial, True)
+                changed = shifted(scores, s, rows[None, :], cols[:, None], kScoreMod=kScoreMod)
+                shown = hidden(scores, changed, row0, col0, is_partial, True)
                 p = probabilities(shown, lse[None, :], scores.numbers.unit, k.dtype == tl.float32)
                 if kMasked:  # rows beyond the end as well: Q is 0 there, and the score NaN where a key is infinite
                     p = tl.where(seen_by(mask, seeing, rows, kRaggedRows), p, 0.0)
@@ -198,7 +199,8 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
                 delta = load_per_row(delta_ptr, b * nheads + h, pad_begin + row0, seqlen_pad, kBlockM, kTile.kTma)
                 if kMasked and kClearDelta:
                     delta = tl.where(is_used, delta, 0.0)
-                ds = through_cap(scores, p * (dp - delta[None, :]), s)  # dSᵀ
+                ds = p * (dp - delta[None, :])  # dSᵀ
+                ds = through_cap(scores, ds, s, rows[None, :], cols[:, None], kScoreMod)
                 dk = add_product(dk, ds.to(k.dtype), q_tile)
 
     is_used = cols[:, None] < seq.seqlen_k
@@ -214,12 +216,13 @@ def _flash_bwd_kv(q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_
 
 @triton.jit
 def score_gradients(q, k, v, dout, lse, delta, h, row0, col0, is_partial, seq, mask, visible, scores, dropout,
-                    kMasked: tl.constexpr):
+                    kMasked: tl.constexpr, kScoreMod: tl.constexpr = None):
     """(the result of capped, P, dS) of a tile of rows and one of keys: [kBlockM, kBlockN]. dS is the derivative by the
     result of shifted. P and dS are 0 with kMasked where a row does not see a key."""
     rows, cols = row0 + tl.arange(0, q.shape[0]), col0 + tl.arange(0, k.shape[0])
     s = capped(scores, tl.dot(q, k.T, input_precision="ieee"))
-    shown = hidden(scores, shifted(scores, s, rows[:, None], cols[None, :]), row0, col0, is_partial)
+    changed = shifted(scores, s, rows[:, None], cols[None, :], kScoreMod=kScoreMod)
+    shown = hidden(scores, changed, row0, col0, is_partial)
     p = probabilities(shown, lse[:, None], scores.numbers.unit, q.dtype == tl.float32)
     if kMasked:
         p = tl.where(sees(mask, visible, cols), p, 0.0)
@@ -234,7 +237,7 @@ def score_gradients(q, k, v, dout, lse, delta, h, row0, col0, is_partial, seq, m
 def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, lengths, dropout, softmax_scale,
                  score_options, strides, score_strides, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, seqlen_pad,
                  head_dim, head_dim_v, window_left, window_right, kIsCausal: tl.constexpr, kIsLocal: tl.constexpr,
-                 kChunk: tl.constexpr, kEmptyRows: tl.constexpr, kTile: tl.constexpr):
+                 kChunk: tl.constexpr, kEmptyRows: tl.constexpr, kTile: tl.constexpr, kScoreMod: tl.constexpr):
     """dQ of kBlockM rows of one head. strides: of q, k, v, dout and dq."""
     kIsPacked: tl.constexpr = lengths.cu_seqlens_q is not None
     kBlockM: tl.constexpr = kTile.kBlockM
@@ -274,13 +277,15 @@ def _flash_bwd_q(q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr, leng
             col0, is_partial = tile_at(scores, tiles, block_of(places, step, kMasked), kBlockN)
             k_tile = load_tile(k, col0, kMasked, kTile.kMaskCols, kBlockN, kBlockD, kTile.kTma, 0, first_key)
             v_tile = load_tile(v, col0, kMasked, kTile.kMaskCols, kBlockN, kBlockDv, kTile.kTma, 0, first_key)
+            cols = col0 + tl.arange(0, kBlockN)
             if kMasked and kTile.kTma:
-                cols = col0 + tl.arange(0, kBlockN)
                 k_tile = clear_keys(k_tile, cols, first_key, seq.seqlen_k, kIsPacked)
                 v_tile = clear_keys(v_tile, cols, first_key, seq.seqlen_k, kIsPacked)
             s, _, ds = score_gradients(q, k_tile, v_tile, dout, lse, delta, h, row0, col0, is_partial, seq, mask,
-                                       visible, scores, dropout, kMasked)
-            dq = add_product(dq, through_cap(scores, ds, s).to(q.dtype), k_tile)
+                                       visible, scores, dropout, kMasked, kScoreMod)
+            add_to_captured(scores, ds, s, rows[:, None], cols[None, :], kScoreMod)
+            ds = through_cap(scores, ds, s, rows[:, None], cols[None, :], kScoreMod)
+            dq = add_product(dq, ds.to(q.dtype), k_tile)
     dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)  # without a key 0, where a sum of 0 · NaN is not
     store_tile(dq_ptr, dq_strides, b, h, seq.q_begin, rows, seq.padded_q, head_dim, dq * softmax_scale)
 

@@ -168,7 +168,7 @@ def kind_of(q, k, options):
     left, right, is_causal, is_local, _ = mask_of(options)
     kind = (is_causal, is_local, lengths.is_packed, lengths.seqused_q is not None, lengths.seqused_k is not None,
             options.dropout_seed is not None, options.alibi_slopes is not None, options.softcap > 0,
-            options.mask_units is not None,
+            options.mask_units is not None, options.score_mod is not None,
             bias if bias is None else (str(bias.dtype), bias.shape[2] > 1, bias.shape[3] > 1))
     sizes = () if lengths.is_packed else (q.shape[2], k.shape[2])
     if is_local:
@@ -183,7 +183,9 @@ def layouts(*tensors):
 
 def plan_key(options, q, *tensors):
     """All of a call that its launches depend on. The values of softmax_scale, softcap and dropout_p may change."""
-    return (q.device, options.mask, options.softmax_scale < 0, options.softcap > 0,
+    mod = options.score_mod
+    of_mod = () if mod is None else (mod.source, *layouts(*mod.captured, *(mod.gradients or ())))
+    return (q.device, options.mask, options.softmax_scale < 0, options.softcap > 0, *of_mod,
             *layouts(q, *tensors, *options.tensors))
 
 

@@ -8,7 +8,7 @@ from minimal_attn.backends.flops import decode_flops, register_flops
 from minimal_attn.checks import FP8_DTYPES, check_fp8, empty_outputs, is_eager, wants_gradient
 from minimal_attn.options import DECODE_FIELDS, OF_OP, Append, Cache, Options, schema_of
 
-from . import append, attention, attention_bwd, decode
+from . import append, attention, attention_bwd, decode, score_function
 from .launching import INTERPRETING  # noqa: F401: minimal_attn asks for it, and calls triton_matmul
 from .matmul import triton_matmul  # noqa: F401
 
@@ -70,12 +70,76 @@ class Attention(torch.autograd.Function):
     backward = staticmethod(ops.backward_of(_backward, "triton"))
 
 
+class ScoredAttention(torch.autograd.Function):
+    """attention.run with a score_mod, and its derivative: (q, k, v, sinks, options, *captured), of which options has
+    the sinks and a Compiled with the captured tensors, too."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, options, *captured):
+        output = _run(q, k, v, options)
+        ctx.save_for_backward(q, k, v, sinks, *output[:2], *captured)
+        ctx.is_fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()
+        ctx.options = options._replace(sinks=None, score_mod=options.score_mod._replace(captured=()))
+        ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx, dout, dlse, _):
+        if torch.is_grad_enabled():  # create_graph=True
+            raise NotImplementedError("backend='triton' has no second derivative with score_mod: use backend='torch' "
+                                      "or backend='reference'")
+        q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
+        if q.dtype in FP8_DTYPES:
+            raise NotImplementedError(f"backend='triton' has no backward pass in {q.dtype}")
+        need_q, need_k, need_v, need_sinks, _, *needed = ctx.needs_input_grad
+        dout = torch.zeros_like(out) if dout is None else dout
+
+        def run(gradients, *need_others):
+            mod = ctx.options.score_mod._replace(captured=tuple(captured), gradients=gradients)
+            return attention_bwd.run(dout, dlse, q, k, v, out, lse, ctx.options._replace(sinks=sinks, score_mod=mod),
+                                     *need_others)[:4]
+
+        def of_needed(make, *others):
+            return tuple(make(*x) if need else None for need, *x in zip(needed, *others, captured))
+
+        needs = need_q, need_k or need_v, need_sinks
+        if not any(needed):
+            return *run(None, *needs), None, *(None for _ in needed)
+        if ctx.is_fixed:  # once for the largest term, then in whole numbers
+            largest = of_needed(lambda x: lse.new_zeros(1, dtype=torch.int32))
+            run(largest, False, False, False)
+            num_terms = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+            sums = of_needed(lambda m, x: score_function.fixed_point(m, x, num_terms), largest)
+            return *run(sums, *needs), None, *of_needed(score_function.floating, sums, largest)
+        sums = of_needed(lambda x: torch.zeros_like(x, dtype=torch.float32))
+        return *run(sums, *needs), None, *of_needed(lambda dx, x: dx.to(x.dtype), sums)
+
+
+def forward_scored(q, k, v, options):
+    """forward with a score_mod."""
+    if not is_eager(q, k, v, *options.tensors):
+        raise NotImplementedError("backend='triton' does not serve score_mod while something traces or transforms: use "
+                                  "backend='torch' under torch.compile and torch.func")
+    mod = score_function.compiled(options.score_mod, q)
+    if not is_eager(*mod.captured):
+        raise NotImplementedError("backend='triton' reads what score_mod captures as plain tensors: use "
+                                  "backend='torch' under torch.func")
+    options = options._replace(score_mod=mod)
+    if any(map(wants_gradient, (q, k, v, options.sinks, *mod.captured))):
+        return ScoredAttention.apply(q, k, v, options.sinks, options, *mod.captured)
+    return _run(q, k, v, options)
+
+
 def forward(q, k, v, options):
     """The forward of minimal_attn's backend "triton"."""
     check_fp8(q)
     # Tiles that are timed may be others in the next run.
     is_fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()
     options = options._replace(autotune=options.autotune and not is_fixed)
+    if options.score_mod is not None:
+        output = forward_scored(q, k, v, options)
+        return output if options.return_max_logits else output[:2]
     inputs = q, k, v, *options.tensors
     if is_eager(*inputs) and not any(map(wants_gradient, inputs)):
         output = attention.run(q, k, v, options)

@@ -3,6 +3,7 @@
     score = factor · q·k, or with a softcap its tanh          factor = softmax_scale / unit
             - slope / unit · |row + seqlen_k - seqlen_q - key|
             + bias / unit, or -inf where a mask is false
+            or in place of these what a score_mod makes of it, see score_function.py
     unit  = the softcap, so that its product takes no instruction of its own, or else 1
     P     = exp(unit · score - lse)
 
@@ -30,6 +31,8 @@ class ScoreOptions(NamedTuple):
     units: Any  # of a BlockMask (minimal_attn/block_mask.py), and its bits
     bits: Any
     lists: Any  # of its tiles, see block_mask.py
+    captured: Any  # tensors that a score_mod reads, and the gradients that it adds to: see score_function.py
+    gradients: Any
 
 
 class ScoreStrides(NamedTuple):
@@ -44,7 +47,8 @@ class ScoreStrides(NamedTuple):
     unit_head: Any
     unit_row: Any
     num_bits: Any
-    kFastTanh: Any  # a tl.constexpr, see _tanh
+    kFastTanh: Any  # a tl.constexpr, see tanh
+    sizes: Any  # of each tensor that a score_mod captures
 
 
 class Numbers(NamedTuple):
@@ -58,6 +62,8 @@ class Numbers(NamedTuple):
     mask_head: Any  # which head of a block mask, counted over all samples
     seqlen_q: Any
     seqlen_k: Any
+    b: Any
+    h: Any
 
 
 class Scores(NamedTuple):
@@ -73,7 +79,8 @@ def unit_of(scale, options):
     unit = tl.cast(scale, tl.float32)
     if options.softcap is not None:
         unit = tl.cast(options.softcap, tl.float32)
-    elif options.slopes is not None or options.bias is not None or options.units is not None:
+    elif (options.slopes is not None or options.bias is not None or options.units is not None
+          or options.captured is not None):
         unit = tl.cast(1.0, tl.float32)
     return unit
 
@@ -98,7 +105,7 @@ def score_numbers(scale, options, strides, seq, h):
         bias = options.bias + tl.cast(seq.b, tl.int64) * strides.batch + tl.cast(h, tl.int64) * strides.head
     if options.units is not None:
         mask_head = tl.cast(seq.b, tl.int64) * strides.mask_batch + h * strides.mask_head
-    return Numbers(factor, unit, per_unit, slope, bias, mask_head, seq.seqlen_q, seq.seqlen_k)
+    return Numbers(factor, unit, per_unit, slope, bias, mask_head, seq.seqlen_q, seq.seqlen_k, seq.b, h)
 
 
 @triton.jit
@@ -121,27 +128,42 @@ def capped(scores, s):
     """Turns s = q·k into factor · q·k, or into its tanh with a softcap. s is kept where nothing changes scores."""
     options = scores.options
     if (options.softcap is not None or options.slopes is not None or options.bias is not None
-            or options.units is not None):
+            or options.units is not None or options.captured is not None):
         s *= scores.numbers.factor
     if options.softcap is not None:
-        s = _tanh(s, scores.strides.kFastTanh)
+        s = tanh(s, scores.strides.kFastTanh)
     return s
 
 
 @triton.jit
-def through_cap(scores, ds, s):
-    """Turns ds, the derivative by the score, into the derivative by factor · q·k. s: the result of capped."""
+def through_cap(scores, ds, s, rows, cols, kScoreMod: tl.constexpr):
+    """Turns ds, the derivative by the score, into the derivative by factor · q·k. s: the result of capped. rows, cols
+    and kScoreMod: as of shifted."""
     if scores.options.softcap is not None:
         ds *= 1 - s * s
+    if kScoreMod is not None:
+        derivative = kScoreMod.derivative(s, scores.numbers.b, scores.numbers.h, rows, cols, scores.options.captured,
+                                          scores.strides.sizes)
+        ds = tl.where(ds == 0, 0.0, ds * derivative)  # where a key is hidden, it may be NaN
     return ds
 
 
 @triton.jit
-def shifted(scores, s, rows, cols, kIsFull: tl.constexpr = False, kClamps: tl.constexpr = True):
-    """Adds ALiBi and the bias to s, the result of capped. One of rows and cols is [:, None], the other [None, :].
+def add_to_captured(scores, ds, s, rows, cols, kScoreMod: tl.constexpr):
+    """Adds to the gradients of what a score_mod captures, by ds [rows, keys] as of through_cap."""
+    if scores.options.gradients is not None:
+        kScoreMod.add_gradients(ds, s, scores.numbers.b, scores.numbers.h, rows, cols, scores.options.captured,
+                                scores.strides.sizes, scores.options.gradients)
+
+
+@triton.jit
+def shifted(scores, s, rows, cols, kIsFull: tl.constexpr = False, kClamps: tl.constexpr = True,
+            kScoreMod: tl.constexpr = None):
+    """Adds ALiBi and the bias to s, the result of capped, or has a score_mod change it. One of rows and cols is
+    [:, None], the other [None, :].
 
     kIsFull: there is a key for each of cols. kClamps: a finite bias below LOWEST counts as LOWEST. Without kClamps a
-    low bias is kept, unless there is a softcap.
+    low bias is kept, unless there is a softcap. kScoreMod: the Functions of score_function.py, or None.
     """
     if scores.options.slopes is not None:
         distances = (rows + (scores.numbers.seqlen_k - scores.numbers.seqlen_q)).to(tl.float32) - cols.to(tl.float32)
@@ -159,6 +181,10 @@ def shifted(scores, s, rows, cols, kIsFull: tl.constexpr = False, kClamps: tl.co
                 in_units *= scores.numbers.per_unit
             # -inf and NaN stay what they are.
             s += tl.where(bias > float("-inf"), tl.maximum(in_units, LOWEST), bias)
+    if kScoreMod is not None:
+        s = kScoreMod.changed(s, scores.numbers.b, scores.numbers.h, rows, cols, scores.options.captured,
+                              scores.strides.sizes)
+        s = tl.where(s > float("-inf"), tl.maximum(s, LOWEST), s)  # as with a bias
     return s
 
 
@@ -179,7 +205,7 @@ def _load_bias(scores, rows, cols, kIsFull: tl.constexpr):
 
 
 @triton.jit
-def _tanh(x, kFast: tl.constexpr):
+def tanh(x, kFast: tl.constexpr = False):
     """tanh(x). kFast: NVIDIA's approximation, right to 11 bits. Else Cephes' tanhf (Moshier, 1992), right to the last
     bits of fp32."""
     if kFast:
@@ -204,7 +230,14 @@ def score_options(options):
     elif bias is not None and bias.dtype == torch.bfloat16 and INTERPRETING:  # see launching.py
         bias = bias.float()
     of_mask = (x if x is None else x.contiguous() for x in (options.mask_units, options.mask_bits))
-    return ScoreOptions(options.softcap or None, options.alibi_slopes, bias, *of_mask, lists=None)
+    mod = options.score_mod
+    of_mod = (None,) * 2 if mod is None else (mod.captured, mod.gradients)
+    return ScoreOptions(options.softcap or None, options.alibi_slopes, bias, *of_mask, None, *of_mod)
+
+
+def functions_of(options):
+    """kScoreMod of the kernels."""
+    return None if options.score_mod is None else options.score_mod.functions
 
 
 def score_strides(q, scores):
@@ -221,9 +254,12 @@ def score_strides(q, scores):
         of_units = 0 if batch_size == 1 else nheads, int(nheads > 1), rows * keys, keys, scores.bits.shape[0]
     # To 16 bits an approximation is enough.
     is_fast = scores.softcap is not None and q.itemsize < 4 and properties(q.device).capability >= 75
-    return ScoreStrides(alibi_batch, *strides, *of_units, tl.constexpr(is_fast))
+    sizes = None if scores.captured is None else tuple(tuple(x.shape) for x in scores.captured)
+    return ScoreStrides(alibi_batch, *strides, *of_units, tl.constexpr(is_fast), sizes)
 
 
-def bias_bytes(bias):
-    """Bytes of a bias for each score of a tile, 0 where a row or a column is enough."""
-    return 0 if bias is None or 1 in bias.shape[2:] else bias.itemsize
+def bytes_of_scores(options):
+    """Bytes that are read for each score of a tile, of a bias or by a score_mod. A row or a column counts nothing."""
+    if options.score_mod is not None:
+        return options.score_mod.bytes_of_scores
+    return 0 if options.attn_bias is None or 1 in options.attn_bias.shape[2:] else options.attn_bias.itemsize

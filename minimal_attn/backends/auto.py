@@ -1,5 +1,5 @@
-"""Which backend serves backend="auto". It depends on the device and dtype of q, and on whether gradients are wanted
-under a transform of torch.func; sizes and options do not matter.
+"""Which backend serves backend="auto". It depends on the device and dtype of q, on whether gradients are wanted under a
+transform of torch.func, and on options that a backend lacks; sizes and other options do not matter.
 """
 
 import functools
@@ -9,19 +9,23 @@ import torch
 from .. import _build
 from .._build import assume_constant_result
 from ..checks import FP8_DTYPES, is_transformed, wants_gradient
-from ..options import warn
-from . import triton
+from ..options import Options, warn
+from . import cuda, triton
 
 
-def auto_backend(q: torch.Tensor, *others: torch.Tensor | None) -> str:
-    """The name of the backend that serves a call with backend="auto". others: what else may want a gradient."""
+def auto_backend(q: torch.Tensor, *others: torch.Tensor | None, options: Options = Options()) -> str:
+    """The name of the backend that serves a call with backend="auto". others: what else may want a gradient. options:
+    those of the call, which may be unchecked."""
     if not q.is_cuda:
         return "torch"
     if q.dtype in FP8_DTYPES:
         return "triton"
     if is_transformed() and any(map(wants_gradient, (q, *others))):
         return "torch"
-    return _first_available()
+    name = _first_available()
+    if name == "cuda" and cuda.BACKEND.lacking(options):  # the twin lacks nothing, but cannot be traced with score_mod
+        return "torch" if torch.compiler.is_compiling() or triton.why_not_imported() else "triton"
+    return name
 
 
 # Dynamo looks through functools.cache, so the cached function is not itself the constant one.

@@ -131,7 +131,8 @@ def _backward(dout, q, k, v, out, lse, options):
                                                  True, True, False, False)[:3]
 
 
-BACKEND = Backend(_forward, DTYPES, False, _forward_cached, _append, _backward, _why_not)
+LACKS = {"score_mod": "its kernels are compiled before they could know the function"}
+BACKEND = Backend(_forward, DTYPES, False, _forward_cached, _append, _backward, _why_not, LACKS)
 
 
 def kernel_of(q, k, v, options):

@@ -50,7 +50,7 @@ def _forward(q, k, v, options):
     is_wide = options.alibi_slopes is not None and sum_dtype(q.dtype) != q.dtype or (
         options.attn_bias is not None and options.attn_bias.dtype not in (torch.bool, q.dtype))
     if (options.dropout_seed is not None or options.sinks is not None or options.softcap > 0 or is_wide
-            or options.return_max_logits):
+            or options.return_max_logits or options.score_mod is not None):
         return reference_forward(q, k, v, options)
     if options.lengths.is_packed:
         return as_padded(_forward, q, k, v, options)

@@ -63,7 +63,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
         sinks = one_of(_names, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     given = Options(None, None, None, None, sinks, alibi_slopes, None, softmax_scale, softcap, -1, -1, attention_chunk,
                     dropout_p, dropout_seed, False, *NO_BLOCK_MASK, deterministic, True, q_descale, k_descale, v_descale,
-                    return_lse)
+                    None, return_lse)
     if out is qv is score_mod is mask_mod is aux_tensors is None:
         result = fast_path(q, k, v, given, causal, window_size, backend, True)
         if result is not None:
@@ -115,7 +115,7 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     return_lse = return_lse or return_softmax_lse or return_attn_probs
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, None, softmax_scale, softcap,
                     -1, -1, attention_chunk, dropout_p, dropout_seed, False, *NO_BLOCK_MASK, deterministic, True,
-                    q_descale, k_descale, v_descale, return_lse)
+                    q_descale, k_descale, v_descale, None, return_lse)
     if (block_table is page_table is out is qv is score_mod is mask_mod is aux_tensors is dynamic_causal is min_seqlen_k
             is gather_kv_indices is None):
         result = fast_path(q, k, v, given, causal, window_size, backend, True)

@@ -6,7 +6,7 @@ blockwise_attention walks along the keys as the kernels do, to be read beside cs
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..checks import check_max_seqlens, check_number, check_qkv, checked_options
 from ..options import Options
 from .dropout import keep_mask, keep_scale
 from .packed import as_padded
-from .scores import as_attn_mask, visible_keys, with_mask
+from .scores import as_attn_mask, visible_keys, with_mask, with_score_mod
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -41,8 +41,8 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
                         max_seqlen_k: int | Tensor | None = None, seqused_q: Tensor | None = None,
                         seqused_k: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0,
                         alibi_slopes: Tensor | None = None, attn_bias: Tensor | None = None, attention_chunk: int = 0,
-                        return_max_logits: bool = False,
-                        block_mask: BlockMask | None = None) -> Tensor | tuple[Tensor, ...]:
+                        return_max_logits: bool = False, block_mask: BlockMask | None = None,
+                        score_mod: Callable | None = None) -> Tensor | tuple[Tensor, ...]:
     """softmax(sm_scale · Q Kᵀ) V in plain torch operations, computed in fp32, or in fp64 when given it.
 
     The same function as flash_attention, which describes arguments, results and errors: of q (B, H, Sq, D) and k, v
@@ -53,7 +53,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
     check_max_seqlens(max_seqlen_q, max_seqlen_k)
     given = Options(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, attn_bias, sm_scale, softcap,
                     attention_chunk=attention_chunk, dropout_p=dropout_p, dropout_seed=dropout_seed,
-                    return_max_logits=return_max_logits, mask_units=block_mask)
+                    return_max_logits=return_max_logits, mask_units=block_mask, score_mod=score_mod)
     options = checked_options(with_tensors(given, q, k), q, k, causal, window_size, seq_lens)
     out, lse, *more = reference_forward(*(x if q.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), options)
     result = [x if q.ndim == 4 else x.squeeze(1) for x in ((out, lse, *more) if return_lse else (out, *more))]
@@ -81,6 +81,8 @@ def reference_forward(q, k, v, options):
     scores = q.to(acc_dtype) @ k.transpose(-2, -1) * options.softmax_scale
     if options.softcap > 0:
         scores = options.softcap * (scores / options.softcap).tanh()
+    if options.score_mod is not None:
+        scores = with_score_mod(scores, options.score_mod)
     scores = with_mask(scores, mask)
     row_max = pad(scores.detach(), (0, 1), value=-math.inf).amax(-1, keepdim=True)  # -inf where no key is seen
     if options.sinks is not None:  # one more score of each row, without a value; but none in padding

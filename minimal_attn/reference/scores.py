@@ -1,12 +1,15 @@
 """Masks and biases of scores: windows, lengths, ALiBi and attn_bias.
 
 The score of row i and key j is s = softmax_scale · q_i · k_j. With softcap it becomes softcap · tanh(s / softcap).
-ALiBi then subtracts slope · |i + seqlen_k - seqlen_q - j|, and a bias is added. A mask hides scores.
+ALiBi then subtracts slope · |i + seqlen_k - seqlen_q - j|, and a bias is added. A score_mod takes the place of these. A
+mask hides scores.
 """
 
+import contextlib
 import math
 
 import torch
+from torch.compiler import is_compiling
 
 from ..block_mask import dense_of
 from ..checks import is_known, sum_dtype, wants_gradient
@@ -69,6 +72,24 @@ def with_mask(scores, mask):
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return scores.masked_fill(scores == -math.inf, -math.inf)
+
+
+def with_score_mod(scores, score_mod):
+    """score_mod of scores (B, H, Sq, Sk), for each of which it runs as torch.vmap runs it, in their dtype."""
+    if any(is_known(n == 0) for n in scores.shape):
+        return scores
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # takes a second or two
+
+    of_each = score_mod
+    for dim in range(3, -1, -1):
+        of_each = torch.vmap(of_each, in_dims=(0, *(0 if i == dim else None for i in range(4))))
+    # table[q_idx] may be written, where vmap has tensors and indexing wants numbers. Dynamo does so by itself.
+    with contextlib.nullcontext() if is_compiling() else TransformGetItemToIndex():
+        changed = of_each(scores, *(torch.arange(n, device=scores.device) for n in scores.shape))
+    if changed.shape != scores.shape:
+        raise ValueError("score_mod must return a tensor without dimensions for each score, got one of shape "
+                         f"{tuple(changed.shape[4:])}")
+    return changed.to(scores.dtype)
 
 
 def without_repeats(x):

@@ -1,4 +1,7 @@
-"""torch.nn.attention.flex_attention's flex_attention, by its signature, over flash_attention with a block mask."""
+"""torch.nn.attention.flex_attention's flex_attention, by its signature, over flash_attention with a block mask and a
+score_mod."""
+
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -10,17 +13,17 @@ from ..options import Options
 NAMES = {"q": "query", "k": "key", "v": "value", "sm_scale": "scale"}
 
 
-def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: None = None,
+def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | None = None,
                    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
                    return_lse: bool = False, kernel_options: dict | None = None, *, return_aux=None,
                    backend: str = "auto") -> Tensor | tuple:
     """softmax(scale · Q Kᵀ) V where block_mask lets rows see keys, a drop-in for torch.nn.attention.flex_attention's
-    flex_attention without score_mod (Dong et al., Flex Attention, 2024). It needs no torch.compile.
+    flex_attention (Dong et al., Flex Attention, 2024). It needs no torch.compile.
 
     Args:
         query: (B, H, Sq, D); key: (B, Hk, Sk, D); value: (B, Hk, Sk, Dv). With a block_mask, the last two may have one
             sample for all. Dtypes and head dimensions are those of flash_attention.
-        score_mod: None. flash_attention has softcap, alibi_slopes, attn_bias and sinks, which are common ones.
+        score_mod: (score, b, h, q_idx, kv_idx) -> score, as of flash_attention.
         block_mask: of minimal_attn.create_block_mask, or torch's, for Sq rows and Sk keys; None: rows see all keys.
         scale: factor of the scores; 1/sqrt(D) if None.
         enable_gqa: H may be a multiple of Hk, and query head h reads key head h // (H // Hk). Otherwise H is Hk.
@@ -35,12 +38,9 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: None = 
         in which max_scores is like lse.
 
     Raises:
-        NotImplementedError: score_mod. TypeError: return_aux of another type. ValueError: other sizes, also of
-        block_mask, or return_lse together with return_aux. Otherwise as flash_attention.
+        TypeError: return_aux of another type. ValueError: other sizes, also of block_mask, or return_lse together with
+        return_aux. Otherwise as flash_attention.
     """
-    if score_mod is not None:
-        raise NotImplementedError("flex_attention serves no score_mod, only a block_mask: flash_attention has softcap, "
-                                  f"alibi_slopes, attn_bias and sinks; got {shown(score_mod)}")
     if return_lse and return_aux is not None:
         raise ValueError("return_lse and return_aux cannot be given together")
     if return_aux is not None and not hasattr(return_aux, "max_scores"):
@@ -57,7 +57,8 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: None = 
     if block_mask is not None:
         key, value = (x.expand(query.shape[0], -1, -1, -1) if is_known(x.shape[0] == 1) else x for x in (key, value))
     has_lse, has_max = (return_lse, False) if return_aux is None else (return_aux.lse, return_aux.max_scores)
-    given = Options(mask_units=block_mask, softmax_scale=scale, return_lse=has_lse, return_max_logits=has_max)
+    given = Options(mask_units=block_mask, softmax_scale=scale, return_lse=has_lse, return_max_logits=has_max,
+                    score_mod=score_mod)
     result = attend(query, key, value, given, False, NO_WINDOW, backend, names=NAMES)
     if return_aux is None:
         return result

@@ -4,6 +4,7 @@ test_cache_errors.py has those of calls with caches.
 """
 
 import math
+import re
 
 import numpy
 import pytest
@@ -13,6 +14,7 @@ from conftest import HAS_GPU
 from minimal_attn import (FlashMHA, blockwise_attention, flash_attention, flash_attn_func, flash_attn_kvpacked_func,
                           flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func, pad_input, reference_attention,
                           scaled_dot_product_attention, which_kernel)
+from minimal_attn.score_function import read
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
@@ -42,6 +44,11 @@ GIVEN = {
     "module": dict(embed_dim=64, num_heads=4),
     "rows": dict(hidden_states=randn(4, 5), indices=torch.arange(4), batch=2, seqlen=3),
 }
+
+def plain_score(score, b, h, q_idx, kv_idx):
+    return score
+
+
 GIVEN["float64"] = {name: x.cpu().double() for name, x in GIVEN["grouped"].items()}
 Q, K = GIVEN["alike"]["q"], GIVEN["alike"]["k"]
 CU, SEED = ints(0, 4, 10), torch.tensor([5])
@@ -230,6 +237,13 @@ OF_BACKENDS = [(ValueError, "unknown backend .*: one of 'auto', 'cuda', 'triton'
 OURS = flash_attention, reference_attention, which_kernel
 
 
+OF_SCORE_MOD = [
+    (TypeError, "score_mod must be a function of score, b, h, q_idx and kv_idx, or None, got 3", dict(score_mod=3)),
+    *((ValueError, f"{name} cannot be given with score_mod", {name: x, "score_mod": plain_score})
+      for name, x in dict(softcap=2.0, alibi_slopes=SLOPES, attn_bias=BIAS).items()),
+]
+
+
 def by_flash_attn(q, k, v, causal=False, sm_scale=None, dropout_p=0, dropout_seed=None, **scores):
     """flash_attn_func, with our names and layout."""
     return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), dropout_p, sm_scale, causal,
@@ -238,7 +252,7 @@ def by_flash_attn(q, k, v, causal=False, sm_scale=None, dropout_p=0, dropout_see
 
 CASES = [(function, given, *row) for functions, given, rows in [
     (OURS, "alike", OF_TENSORS), (OURS, "one_sample", OF_LENGTHS), (OURS, "grouped", OF_SCORES),
-    (OURS[:2], "float64", OF_FLOAT64), ((scaled_dot_product_attention,), "sdpa", OF_SDPA),
+    (OURS[:2], "grouped", OF_SCORE_MOD), (OURS[:2], "float64", OF_FLOAT64), ((scaled_dot_product_attention,), "sdpa", OF_SDPA),
     ((flash_attn_varlen_func,), "varlen", OF_VARLEN), ((flash_attn_kvpacked_func,), "kv", OF_PARTS[:1]),
     ((flash_attn_varlen_qkvpacked_func,), "qkv", OF_PARTS[1:]), ((FlashMHA,), "module", OF_MODULE),
     ((pad_input,), "rows", OF_ROWS), ((blockwise_attention,), "flat", OF_BLOCKS), (OURS[:1], "alike", OF_BACKENDS),
@@ -246,6 +260,89 @@ CASES = [(function, given, *row) for functions, given, rows in [
     ((by_flash_attn,), "grouped", [row for row in OF_SCORES if "attn_bias" not in row[2]])]
     for row in rows for function in functions
     if function is not which_kernel or "dropout_seed" not in row[2]]
+
+
+# What kernels cannot have of a score_mod: what its error says, and the function.
+TABLE, COMPLEX, ARRAY = randn(4, 9), randn(4).to(torch.complex64), numpy.zeros(4)
+
+
+def with_if(score, b, h, q_idx, kv_idx):
+    if q_idx > kv_idx:
+        score = -score
+    return score
+
+
+def with_loop(score, b, h, q_idx, kv_idx):
+    for _ in range(2):
+        score = -score
+    return score
+
+
+def in_place(score, b, h, q_idx, kv_idx):
+    score += h
+    return score
+
+
+def without_result(score, b, h, q_idx, kv_idx):
+    score = score + h
+
+
+UNTRANSLATED = [
+    ("If is not allowed, write torch.where", with_if), ("For is not allowed, there are no loops", with_loop),
+    (r"AugAssign is not allowed, which changes tensors in place, write x = x \+ y", in_place),
+    ("without_result.*: it returns nothing", without_result),
+    ("IfExp is not allowed, write torch.where", lambda s, b, h, q, k: s if q > k else -s),
+    (r"BoolOp is not allowed, write & or \|", lambda s, b, h, q, k: torch.where(q > k and h > 1, s, -s)),
+    ("UnaryOp is not allowed, write ~", lambda s, b, h, q, k: torch.where(not q, s, -s)),
+    ("write two comparisons with & between them", lambda s, b, h, q, k: torch.where(b < q < k, s, -s)),
+    ("erf.* is no function that kernels have", lambda s, b, h, q, k: torch.erf(s)),
+    ("plain_score.* is no function that kernels have", lambda s, b, h, q, k: plain_score(s, b, h, q, k)),
+    ("there is no method sum", lambda s, b, h, q, k: s.sum()),
+    ("assign what it is to a name outside of the function", lambda s, b, h, q, k: s / TABLE.shape[0]),
+    (r"TABLE, a torch.float32 tensor of shape \(4, 9\), needs 2 indices and has 1", lambda s, b, h, q, k: s + TABLE[q]),
+    ("Slice is not allowed, index each dimension", lambda s, b, h, q, k: s + TABLE[:, q]),
+    ("a float stands where only whole numbers may", lambda s, b, h, q, k: s + TABLE[s, q]),
+    ("a float stands where only whole numbers may", lambda s, b, h, q, k: s // 2),
+    ("a whole number stands where only a bool may", lambda s, b, h, q, k: torch.where(q & k, s, -s)),
+    ("it is for numbers alone: write torch.maximum", lambda s, b, h, q, k: max(s, q)),
+    ("it is for numbers alone: write torch.exp", lambda s, b, h, q, k: math.exp(s)),
+    ("the exponent of a power must be", lambda s, b, h, q, k: s ** q),
+    ("List is not allowed", lambda s, b, h, q, k: [s]),
+    ("Constant is not allowed", lambda s, b, h, q, k: "s"),
+    ("only captured tensors have indices", lambda s, b, h, q, k: s[q]),
+    ("it takes 3 arguments", lambda s, b, h, q, k: torch.where(q > k)),
+    ("it takes no keywords", lambda s, b, h, q, k: torch.exp(input=s)),
+    ("missing is not defined", lambda s, b, h, q, k: s + missing),  # noqa: F821
+    ("is no number and no tensor", lambda s, b, h, q, k: s + ARRAY),
+]
+
+
+@pytest.mark.parametrize("says, f", UNTRANSLATED)
+def test_score_mods_that_kernels_cannot_have(says, f):
+    with pytest.raises(NotImplementedError, match=says) as caught:
+        read(f)
+    first = f.__code__.co_firstlineno
+    assert re.search("test_errors.py, line (\\d+): `", str(caught.value))[1] in {str(first), str(first + 1)}
+    assert "allowed are assignments" in str(caught.value)
+
+
+@pytest.mark.parametrize("says, f", [
+    ("must be a plain function of Python", math.exp), ("must be a plain function of Python", torch.nn.Tanh()),
+    (r"must be a function of score, .* got one of \(s, b, h, q\)", lambda s, b, h, q: s),
+    ("must be a function of score", lambda *args: args[0]),
+    ("COMPLEX, which score_mod captures, must be .* got a torch.complex64", lambda s, b, h, q, k: s + COMPLEX[h]),
+])
+def test_score_mods_of_a_wrong_type(says, f):
+    with pytest.raises(TypeError, match=says):
+        read(f)
+
+
+def test_score_mods_without_a_source():
+    f, pair = eval("lambda s, b, h, q, k: s"), [lambda s, b, h, q, k: s, lambda s, b, h, q, k: -s]
+    with pytest.raises(NotImplementedError, match="score_mod has no source that could be read"):
+        read(f)
+    with pytest.raises(NotImplementedError, match="several lambdas stand in line"):
+        read(pair[0])
 
 
 def name_of(x):

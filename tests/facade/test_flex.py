@@ -94,7 +94,7 @@ assert "torch.nn.attention.flex_attention" not in sys.modules
 
 
 @pytest.mark.parametrize("error, text, changes", [
-    (NotImplementedError, "flex_attention serves no score_mod", dict(score_mod=lambda score, b, h, q, k: score)),
+    (TypeError, "score_mod must be a function of score, b, h, q_idx and kv_idx, or None, got 3", dict(score_mod=3)),
     (ValueError, r"same number of heads, unless enable_gqa=True: .* key is \(2, 2, 150, 16\)", dict(heads_k=2)),
     (ValueError, "the number of query heads must be a multiple", dict(heads_k=3, enable_gqa=True)),
     (ValueError, "return_lse and return_aux", dict(return_lse=True, return_aux=torch_flex.AuxRequest())),

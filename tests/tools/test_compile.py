@@ -47,7 +47,8 @@ FORWARD = [
     ("bfloat16", 128, "causal dropout"), ("bfloat16", 128, "local packed"), ("bfloat16", (192, 128), "causal sinks"),
     ("float16", (64, 256), "local packed sinks"), ("float32", (64, 32), "causal used"),
     ("bfloat16", 64, "causal softcap alibi bias"), ("float16", 128, "softcap"), ("float32", 64, "softcap alibi bias"),
-    ("bfloat16", 256, "causal used mask"), ("bfloat16", 128, "causal units"), ("float32", 64, "units")]
+    ("bfloat16", 256, "causal used mask"), ("bfloat16", 128, "causal units"), ("float32", 64, "units"),
+    ("bfloat16", 128, "causal score_mod"), ("float32", 64, "score_mod")]
 FP8_FORWARD = [("float8_e4m3fn", 128, "causal used"), ("float8_e5m2", 64, ""), ("float8_e4m3fn", 128, "local packed")]
 BACKWARD = [
     ("bfloat16", 64, "causal"), ("float16", 64, "dropout"), ("bfloat16", 128, "causal dropout"), ("float16", 128, ""),
@@ -55,7 +56,8 @@ BACKWARD = [
     ("bfloat16", 128, "local"), ("float16", 64, "causal packed"), ("bfloat16", 128, "local packed"),
     ("bfloat16", (192, 128), "causal sinks"), ("float16", (64, 32), "local packed sinks"),
     ("bfloat16", 64, "causal softcap alibi bias"), ("float16", 128, "softcap alibi bias"), ("bfloat16", 128, "mask"),
-    ("float32", 64, "softcap"), ("bfloat16", 128, "units"), ("float16", 64, "causal units")]
+    ("float32", 64, "softcap"), ("bfloat16", 128, "units"), ("float16", 64, "causal units"),
+    ("bfloat16", 128, "score_mod"), ("float16", 64, "causal score_mod units deterministic")]
 DECODE = [("bfloat16", 128, "paged split"), ("float16", 64, "split softcap alibi sinks"),
           ("bfloat16", 256, "paged split"), ("float32", (192, 128), "paged split"), ("bfloat16", (40, 128), "")]
 APPEND = [("bfloat16", 128, "paged rotary"), ("float16", (64, 32), "rotary"), ("float32", (192, 128), "rotary q"),
@@ -127,7 +129,7 @@ def test_twin_compiles(name, capability, every, tmp_path):
         is_fp32 = kernel["dtype"] == "float32"
         assert kernel["mma"] == (not is_fp32) and kernel["tma"] == uses_tma(capability, kernel["dtype"]), kernel
         if capability == 90 and name == "backward":  # 0 to 264 in 16 bits with Triton 3.7 and 3.9, 608 with dropout
-            may_spill = is_fp32 or any(x in kernel["asks"] for x in ("dropout", "softcap", "bias", "mask"))
+            may_spill = is_fp32 or any(x in kernel["asks"] for x in ("dropout", "softcap", "bias", "mask", "score_mod"))
             assert kernel["stack"] <= (1024 if may_spill else 272), kernel
 
 
@@ -174,8 +176,12 @@ def call_attention(dtype, head_dim, asks):
     options = {"packed": dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=300, max_seqlen_k=300),
                "used": dict(seqused_q=lengths, seqused_k=lengths), "causal": dict(causal=True),
                "local": dict(window_size=(100, 7)), "sinks": dict(sinks=torch.zeros(4)), "dropout": dict(dropout_p=0.1),
+               "deterministic": dict(deterministic=True),
                "softcap": dict(softcap=30.0), "alibi": dict(alibi_slopes=torch.ones(4)), "bias": dict(attn_bias=bias),
                "mask": dict(attn_bias=bias == 0), "units": dict(block_mask=BlockMask.from_dense(bias == 0))}
+    table, slopes = torch.zeros(4, 1023, requires_grad=True), torch.zeros(4, requires_grad=True)
+    options["score_mod"] = dict(score_mod=lambda score, b, h, q_idx, kv_idx: torch.where(
+        q_idx // 64 == kv_idx // 64, torch.tanh(score) + table[h, q_idx - kv_idx + 511], score * slopes[h]))
     keywords = {key: value for name in asks.split() for key, value in options[name].items()}
     if "float8" not in dtype:
         tensors = [x.requires_grad_() for x in tensors]
