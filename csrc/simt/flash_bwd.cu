@@ -291,7 +291,7 @@ void preprocess_backward(const AttnBackwardParams &p, const ZeroBytes &zeros) {
 }
 
 void flash_backward(const AttnBackwardParams &p) {
-    preprocess_backward(p, {});
+    preprocess_backward(p, ZeroBytes{});
     with_dtype(p.dtype, [&]<typename T>() {
         auto run = [&]<bool kMods>() {
             if (p.max_head_dim() <= 64) launch_bwd<T, BwdTiles64<Sum<T>>, kMods>(p);

@@ -324,7 +324,7 @@ template <typename T, typename Shape> void launch_bwd(const AttnBackwardParams &
     const BwdWorkspace<Shape> workspace(p);
     constexpr int kSharedBytes = sizeof(BwdSharedMemory<Shape>), kPerSM = 164 << 10;  // sm_80; a block takes 1 KB more
     static_assert(Shape::kBlocksPerSM * (kSharedBytes + 1024) <= kPerSM);
-    simt::preprocess_backward(p, {p.dq.data ? workspace.zeros_end(p.deterministic) : 0});
+    simt::preprocess_backward(p, ZeroBytes{p.dq.data ? workspace.zeros_end(p.deterministic) : 0});
     const bool has_dropout = p.dropout_seed, is_split = workspace.max_splits > 1;
     auto *kernel =
         p.has_score_mods() || p.block_mask.rows ? flash_bwd<T, Shape, true, true, true>
