@@ -63,7 +63,7 @@ template <typename T> requires(!std::is_floating_point_v<T>) T from_float(float 
 template <typename T> requires std::is_floating_point_v<T> T from_float(T x) { return x; }
 
 struct HostIndex { unsigned x; };
-inline thread_local HostIndex threadIdx, blockIdx;
+inline thread_local HostIndex threadIdx, blockIdx, gridDim;
 
 // A copy happens when it is waited for, so that a missing wait shows.
 struct HostCopy { void *to; const void *from; size_t bytes; };
@@ -150,7 +150,7 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
     if (blocks > INT32_MAX) throw std::runtime_error("minimal_attn: the grid has more than 2^31 - 1 blocks");
     HostBlock(threads, shared_bytes).run([&] {
         for (unsigned x = 0; x < blocks; x++) {
-            if (threadIdx.x == 0) blockIdx.x = x, host_block->make_shared_nan();
+            if (threadIdx.x == 0) blockIdx.x = x, gridDim.x = blocks, host_block->make_shared_nan();
             __syncthreads();
             kernel(args...);
             __syncthreads();  // shared memory now belongs to the next block
