@@ -151,9 +151,10 @@ def through_cap(scores, ds, s, rows, cols, kScoreMod: tl.constexpr):
 @triton.jit
 def add_to_captured(scores, ds, s, rows, cols, kScoreMod: tl.constexpr):
     """Adds to the gradients of what a score_mod captures, by ds [rows, keys] as of through_cap."""
-    if scores.options.gradients is not None:
-        kScoreMod.add_gradients(ds, s, scores.numbers.b, scores.numbers.h, rows, cols, scores.options.captured,
-                                scores.strides.sizes, scores.options.gradients)
+    if kScoreMod is not None:
+        if kScoreMod.add_gradients is not None:
+            kScoreMod.add_gradients(ds, s, scores.numbers.b, scores.numbers.h, rows, cols, scores.options.captured,
+                                    scores.strides.sizes, scores.options.gradients)
 
 
 @triton.jit
@@ -236,8 +237,10 @@ def score_options(options):
 
 
 def functions_of(options):
-    """kScoreMod of the kernels."""
-    return None if options.score_mod is None else options.score_mod.functions
+    """kScoreMod of the kernels. Its add_gradients is None where none are wanted: Triton 3.6 cannot ask this of a tuple
+    that has a None in it."""
+    mod = options.score_mod
+    return mod and (mod.functions if mod.gradients else mod.functions._replace(add_gradients=None))
 
 
 def score_strides(q, scores):

@@ -158,6 +158,7 @@ def of_torch(backend, devices=("cuda",)):
 
 IMPLS = {
     "manual": Impl(manual),
+    "cuda": ours("cuda", ("cuda",)),  # the kernel that serves a call as it comes; not by default, since others repeat it
     "cuda:simt": ours("cuda", ("cuda",), kernel="simt"),
     "cuda:sm80": ours("cuda", ("cuda",) * (CAPABILITY >= (8, 0)), HALVES, "sm80"),
     "cuda:sm90": ours("cuda", ("cuda",) * (CAPABILITY == (9, 0)), HALVES, "sm90"),

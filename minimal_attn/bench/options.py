@@ -59,7 +59,8 @@ GRADIENTS = {name: impl for name, impl in IMPLS.items() if name != "cuda:dmma"} 
 
 ATTENTION = Op("Attention forward pass", dict.fromkeys(("cuda", "cpu"), ["16,12,64,64"]), seqlens=SEQLENS,
                form=f"{DENSE}, also with ' v HEAD_DIM' behind it", more=r"(v [1-9]\d*)?",
-               dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES, has_host_cost=True)
+               default_impls=tuple(name for name in IMPLS if name != "cuda"), dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES,
+               has_host_cost=True)
 BACKWARD = ATTENTION._replace(title="Attention backward pass", impls=GRADIENTS, dtypes=DTYPE_NAMES,
                               gradients=backward_of, has_host_cost=False)
 VARLEN = Op("Attention of packed batches", {

@@ -180,8 +180,9 @@ def call_attention(dtype, head_dim, asks):
                "softcap": dict(softcap=30.0), "alibi": dict(alibi_slopes=torch.ones(4)), "bias": dict(attn_bias=bias),
                "mask": dict(attn_bias=bias == 0), "units": dict(block_mask=BlockMask.from_dense(bias == 0))}
     table, slopes = torch.zeros(4, 1023, requires_grad=True), torch.zeros(4, requires_grad=True)
+    document = torch.arange(512) // 64
     options["score_mod"] = dict(score_mod=lambda score, b, h, q_idx, kv_idx: torch.where(
-        q_idx // 64 == kv_idx // 64, torch.tanh(score) + table[h, q_idx - kv_idx + 511], score * slopes[h]))
+        document[q_idx] == document[kv_idx], torch.tanh(score) + table[h, q_idx - kv_idx + 511], score * slopes[h]))
     keywords = {key: value for name in asks.split() for key, value in options[name].items()}
     if "float8" not in dtype:
         tensors = [x.requires_grad_() for x in tensors]
