@@ -86,8 +86,8 @@ def rows_of(name):
             row["within_us"] = row["step_us"] - row["without_attention_us"]
     if name == "triton":
         rows += fastest_of(rows, "best", ("Flex", "FA2"))
-    if name.startswith(("short", "unaligned")):
-        rows += fastest_of(rows, "best", ("cuDNN", "FA2", "efficient"))
+    if name.startswith("short"):
+        rows += fastest_of(rows, "best", ("cuDNN", "FA2"))
     if name == "fp32":
         rows += fastest_of(rows, "ours", ("dmma", "simt"))
     if name == "forward":

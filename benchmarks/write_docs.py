@@ -216,9 +216,9 @@ TABLES = {
     "heads": lambda: speeds(of("heads"), "B|H|Hk|S|D|causal", "sm90|cuDNN|sm90 / cuDNN"),
     **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "sm90|cuDNN|FA2|sm90 / best")
        for name in ("short", "short_backward")},
-    **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2")
+    **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "sm90|cuDNN|sm90 / cuDNN")
        for name in ("mla_prefill", "mla_prefill_backward")},
-    **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "sm90|FA2|efficient|sm90 / best")
+    **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "cuda|FA2|cuda / FA2")
        for name in ("unaligned", "unaligned_backward")},
     "ampere": lambda: speeds(of("sm80,dtype=bfloat16,S!=8192"), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
     "varlen": lambda: packed("varlen", "forward", "sm90", "sm80"),
