@@ -20,7 +20,7 @@ import torch
 from .checks import check_tensor, dtype_names, shown
 from .score_graph import FLOATS, INPUTS, Fault, Graph
 
-INTS = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
+INTS = torch.int64, torch.int32  # smaller ones wrap around in torch
 CAPTURED_DTYPES = *FLOATS, *INTS, torch.bool
 ALLOWED = ("allowed are assignments to names, return, arithmetic, comparisons, & | ^ ~ of bools, abs, torch.where, "
            "minimum, maximum, clamp, tanh, sigmoid, exp, exp2, log, sqrt, sin, cos and pow, numbers, and captured "
@@ -203,10 +203,24 @@ class _Reader:
         if len(args) != ARITY.get(name, 1):
             self.refuse(tree, f"it takes {ARITY.get(name, 1)} arguments")
         nodes = [self.node(x) for x in args]
-        if name == "sigmoid":
-            half = self.graph.number(0.5)
-            return self.graph("add", half, self.graph("mul", half, self.graph("tanh", self.graph("mul", half, *nodes))))
         return self.graph.power(*nodes) if name == "pow" else self.graph(name, *nodes)
+
+
+def _codes(code):
+    """A code object and all within it."""
+    yield code
+    for x in code.co_consts:
+        if isinstance(x, types.CodeType):
+            yield from _codes(x)
+
+
+def _is_alike(code, other):
+    """Whether two code objects do the same. The order of a closure's names may differ between two ways to compile."""
+    def values(code):
+        return [repr(x) for x in code.co_consts if not isinstance(x, types.CodeType)]
+
+    return (code.co_name, code.co_firstlineno, code.co_names, values(code)) == (
+        other.co_name, other.co_firstlineno, other.co_names, values(other)) and len(code.co_code) == len(other.co_code)
 
 
 @functools.lru_cache(maxsize=256)
@@ -226,6 +240,8 @@ def _definition(code):
             if first == code.co_firstlineno and names == code.co_varnames[:code.co_argcount] and (
                     getattr(node, "name", "<lambda>") == code.co_name):
                 found[ast.dump(node)] = node
+    if not any(_is_alike(code, x) for x in _codes(compile(tree, code.co_filename, "exec", dont_inherit=True))):
+        found = {}
     if len(found) != 1:
         what = "several lambdas stand" if found else "its source has changed, or does not stand"
         raise NotImplementedError(f"score_mod cannot be read: {what} in line {code.co_firstlineno} of "
@@ -256,7 +272,8 @@ def read(function):
 
     Raises:
         NotImplementedError: what a kernel cannot have, with its line, or no source. TypeError: no plain function of
-        five arguments, or a captured tensor of a type or dtype that kernels do not read.
+        five arguments, or a captured tensor of a type or dtype that kernels do not read. ValueError: one without
+        elements.
     """
     if not isinstance(function, types.FunctionType):
         raise TypeError(f"score_mod must be a plain function of Python where kernels serve it, got {shown(function)}; "
@@ -268,5 +285,9 @@ def read(function):
     if reader is None:
         reader = _Reader(definition, file, captured)
         reader.captured = None  # tensors need not stay
-        known[:] = [*known[-7:], reader]
-    return reader.graph, reader.root, tuple(captured[name] for name in reader.graph.captured)
+        known[:] = [*known[-255:], reader]
+    tensors = tuple(captured[name] for name in reader.graph.captured)
+    for name, x in zip(reader.graph.captured, tensors):
+        if x.numel() == 0:
+            raise ValueError(f"{name}, which score_mod captures, must have elements, got {shown(x)}")
+    return reader.graph, reader.root, tensors

@@ -56,6 +56,8 @@ OPS = {
     "sqrt": Op(torch.sqrt, "float", None, lambda g, dy, y, a: (g("div", g("mul", dy, g.number(0.5)), y),)),
     "tanh": Op(torch.tanh, "float", None, lambda g, dy, y, a: (
         g("mul", dy, g("sub", g.number(1.0), g("mul", y, y))),)),
+    "sigmoid": Op(torch.sigmoid, "float", None, lambda g, dy, y, a: (
+        g("mul", dy, g("mul", y, g("sub", g.number(1.0), y))),)),
     "sin": Op(torch.sin, "float", None, lambda g, dy, y, a: (g("mul", dy, g("cos", a)),)),
     "cos": Op(torch.cos, "float", None, lambda g, dy, y, a: (g("neg", g("mul", dy, g("sin", a))),)),
     **{name: Op(getattr(torch, name), "number", "bool") for name in ("lt", "le", "gt", "ge", "eq", "ne")},
@@ -64,7 +66,6 @@ OPS = {
         None, g("where", c, dy, g.number(0.0)), g("where", c, g.number(0.0), dy))),
     "to_float": Op(torch.Tensor.double, "any", "float"), "to_int": Op(torch.Tensor.long, "any", "int"),
 }
-
 
 
 def _number_in_python(x):
@@ -85,10 +86,12 @@ BOTH = {op: f"{{}} {sign} {{}}" for op, sign in dict(
     "load": "load_{}(captured[{}], {})", "place": "place({}, sizes[{}][{}])"}
 TRITON = BOTH | {op: f"tl.{op}({{}})" for op in ("abs", "exp", "exp2", "log", "sqrt", "sin", "cos")} | {
     "and": "{} & {}", "or": "{} | {}", "not": "{} == 0", "where": "tl.where({}, {}, {})",
-    "maximum": "tl.maximum({}, {})", "minimum": "tl.minimum({}, {})", "to_float": "tl.cast({}, tl.float32)",
+    "sigmoid": "1.0 / (1.0 + tl.exp(-{}))", "maximum": "tl.maximum({}, {})", "minimum": "tl.minimum({}, {})",
+    "to_float": "tl.cast({}, tl.float32)",
     "to_int": "tl.cast({}, tl.int32)", "number": _number_in_python, "line": "    {} = {}\n"}
 CUDA = BOTH | {op: f"{op}f({{}})" for op in ("exp", "exp2", "log", "sqrt", "sin", "cos")} | {
-    "and": "{} && {}", "or": "{} || {}", "not": "!{}", "where": "{} ? {} : {}", "abs": "abs({})",
+    "sigmoid": "1.f / (1.f + expf(-{}))", "and": "{} && {}", "or": "{} || {}", "not": "!{}",
+    "where": "{} ? {} : {}", "abs": "abs({})",
     "maximum": "max({}, {})", "minimum": "min({}, {})", "to_float": "float({})", "to_int": "int({})",
     "number": _number_in_cuda, "line": "    const auto {} = {};\n"}
 
@@ -155,6 +158,8 @@ class Graph:
         if takes == "number":
             lowest = () if op == "where" else ("int",)
             takes = max(*lowest, *(self[i].kind for i in args), key=KINDS.index)
+            if op in ("add", "sub", "neg") and all(self[i].kind == "bool" for i in args):
+                raise Fault("a bool stands where a number must: write | or .int()")
         args = *condition, *(self.cast(i, takes) for i in args)
         kind = rule.gives or takes
         if all(self[i].op == "number" for i in args):
@@ -173,6 +178,8 @@ class Graph:
         return self._node(op, args, None, kind)
 
     def power(self, x, y):
+        if self[y].kind == "float":
+            x = self.cast(x, "float")
         base, exponent = self[x], self[y]
         if base.op == exponent.op == "number":
             return self.number(base.value ** exponent.value)

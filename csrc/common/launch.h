@@ -84,8 +84,9 @@ void launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_
 }
 // Like launch(), but the kernel may begin once all blocks of the previous one in the stream have called
 // let_next_kernel_begin() ("CUDA C++ Programming Guide: Programmatic Dependent Launch"). A thread calls
-// wait_for_previous_kernel(), or waits for a counter, before it touches what that one reads or writes. Every such
-// kernel has a thread that waits, at its end if not before: so when it ends, all kernels before it have ended.
+// wait_for_previous_kernel(), or waits for a counter or for a thread that did, before it touches what that one reads or
+// writes. Every such kernel has a thread that waits, at its end if not before: so when it ends, all kernels before it
+// have ended.
 template <typename... Args>
 void launch_early(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared_bytes, void *stream,
                   std::type_identity_t<Args>... args) {

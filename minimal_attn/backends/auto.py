@@ -22,9 +22,11 @@ def auto_backend(q: torch.Tensor, *others: torch.Tensor | None, options: Options
         return "triton"
     if is_transformed() and any(map(wants_gradient, (q, *others))):
         return "torch"
+    if options.score_mod is not None and (torch.compiler.is_compiling() or is_transformed()):
+        return "torch"  # the twin reads it only where nothing traces or transforms
     name = _first_available()
-    if name == "cuda" and cuda.BACKEND.lacking(options):  # the twin lacks nothing, but cannot be traced with score_mod
-        return "torch" if torch.compiler.is_compiling() or triton.why_not_imported() else "triton"
+    if name == "cuda" and cuda.BACKEND.lacking(options):  # the twin lacks nothing
+        return "torch" if triton.why_not_imported() else "triton"
     return name
 
 

@@ -519,3 +519,32 @@ def test_everything_is_printed(name, language):
     graph, root, _ = read(FUNCTIONS[name](**captured_of(name)))
     lines, values, _ = graph.printed(language, [root, *graph.derivatives(root).values()])
     assert len(set(lines.splitlines())) == lines.count("\n") and all(values)
+
+
+def test_sigmoid_of_large_numbers():
+    """Its log is exact to far below 0, where half of 1 + tanh is 0."""
+    q, k, v = randn(3, 1, 1, 4, 8, dtype=torch.float32).to(DEVICES["triton"])
+    gate = torch.tensor([-40.0, -20, 3, 1], device=q.device)
+
+    def forget(score, b, h, q_idx, kv_idx):
+        return score + torch.log(torch.sigmoid(gate[kv_idx]))
+
+    expected = flash_attention(q, k, v, score_mod=forget, backend="reference")
+    assert_close(flash_attention(q, k, v, score_mod=forget, backend="triton"), expected, rtol=1e-4, atol=1e-4)
+
+
+@cpu
+def test_source_that_has_changed(tmp_path, monkeypatch):
+    file = tmp_path / "edited.py"
+    file.write_text("def edited(score, b, h, q_idx, kv_idx):\n    return score * 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    edited = __import__("edited").edited
+    file.write_text("def edited(score, b, h, q_idx, kv_idx):\n    return score * 30\n")
+    with pytest.raises(NotImplementedError, match="source has changed"):
+        read(edited)
+
+
+@cpu
+def test_no_sum_of_bools():
+    with pytest.raises(NotImplementedError, match="a bool stands where a number must"):
+        read(lambda score, b, h, q_idx, kv_idx: score + ((q_idx > kv_idx) + (q_idx > 3)))

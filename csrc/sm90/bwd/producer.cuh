@@ -336,7 +336,8 @@ __device__ void load_numbers(const BwdParams<Shape> &p, Shared &shared, const Bw
     });
 }
 
-// What preprocess_backward() has written is touched by load_numbers(), by others when they know its rows, and by tickets.
+// load_numbers() waits for preprocess_backward(). All others touch its results only after a row block of load_numbers(),
+// or after a wait of their own.
 template <typename Shape> __device__ void produce(const BwdParams<Shape> &p, BwdSharedMemory<Shape> &shared) {
     auto for_work = [&](auto f) {
 #pragma unroll 1
