@@ -150,7 +150,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
             if (work.splits == 1) store(work);
             else
                 p.layout.store_split(p.layout.dkv_accum(p, work.split_idx, work.tile) + lane_offset(), acc_dk, acc_dv);
-            __syncwarp();
+            __syncwarp();  // unobserved by the emulator: store() ends with one, and split sums do not pass through sV
             shared.values[consumer].consumer_release(t, lane_idx);
             shared.work.consumer_release(t, lane_idx);
         }

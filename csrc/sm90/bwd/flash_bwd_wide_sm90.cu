@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
             wait_for_previous_kernel();  // unobserved by the emulator: turns are then waited for forever
             shared.ticket = atomicAdd(p.layout.ticket(p), 1);
         }
-        cluster_sync();
+        cluster_sync();  // unobserved by the emulator: turns are then waited for forever
     } else {
         cluster_sync_relaxed();
     }
