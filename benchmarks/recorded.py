@@ -86,7 +86,7 @@ def rows_of(name):
             row["within_us"] = row["step_us"] - row["without_attention_us"]
     if name == "triton":
         rows += fastest_of(rows, "best", ("Flex", "FA2"))
-    if name.startswith("short"):
+    if name.startswith("short") or name == "tiny":
         rows += fastest_of(rows, "best", ("cuDNN", "FA2"))
     if name == "fp32":
         rows += fastest_of(rows, "ours", ("dmma", "simt"))

@@ -216,6 +216,7 @@ TABLES = {
     "heads": lambda: speeds(of("heads"), "B|H|Hk|S|D|causal", "sm90|cuDNN|sm90 / cuDNN"),
     **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "sm90|cuDNN|FA2|sm90 / best")
        for name in ("short", "short_backward")},
+    "tiny": lambda: speeds(of("tiny"), "B|H|S|D", "sm90|cuDNN|FA2|sm90 / best", "us", ".0f"),
     **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "sm90|cuDNN|sm90 / cuDNN")
        for name in ("mla_prefill", "mla_prefill_backward")},
     **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "cuda|FA2|cuda / FA2")

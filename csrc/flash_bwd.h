@@ -17,7 +17,7 @@ struct AttnBackwardParams : AttnParams {
     bool walks_mask() const { return has_mask_alone(); }  // also a mask for each head
 };
 
-// The workspace's bytes [0, end), but for the gap, multiples of 16.
+// Bytes [0, end) of the workspace, without those of the gap. All are multiples of 16.
 struct ZeroBytes { int64_t end, gap_begin, gap_end; };
 
 // flash_backward enqueues dq, dk, dv and dbias. A row that lengths or a window leave without keys adds nothing to dk

@@ -210,8 +210,6 @@ def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seql
     name = backend_name(backend, q, k, v, *given.differentiable, options=given)
     chosen = BACKENDS[name]
     check_dtype(q, chosen.dtypes)
-    if (lacking := chosen.lacking(given)) is not None:
-        raise NotImplementedError(f"backend={name!r} does not serve {lacking[0]}: {lacking[1]}; use backend='auto'")
     options = checked_options(with_tensors(given, q, k), q, k, causal, window_size, seq_lens, names)
     if (why_not := chosen.why_not(q.device)) is not None:
         raise why_not

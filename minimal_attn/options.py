@@ -6,7 +6,7 @@ This file imports nothing else of the project.
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -233,11 +233,6 @@ class Backend:
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor, Tensor]]
     # None, or the exception that says why the backend cannot run on a device (None: on any device of this machine).
     why_not: Callable[[torch.device | None], Exception | None] = lambda device=None: None
-    lacks: dict[str, str] = field(default_factory=dict)  # {option: why calls with it are not served}
-
-    def lacking(self, options):
-        """(option, why it is not served) of the first of these Options that the backend lacks, or None."""
-        return next((row for row in self.lacks.items() if getattr(options, row[0]) is not None), None)
 
 
 def warn(text: str) -> None:

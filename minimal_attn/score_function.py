@@ -192,7 +192,10 @@ class _Reader:
 
     def call(self, tree, name, args, keywords):
         if name == "clamp":
-            args = dict(zip(("input", "min", "max"), args)) | keywords
+            named = "input", "min", "max"
+            if len(args) > len(named) or not keywords.keys() <= {*named[len(args):]}:
+                self.refuse(tree, f"it takes {', '.join(named)}")
+            args = dict(zip(named, args)) | keywords
             x, low, high = (None if args.get(key) is None or isinstance(args[key], ast.Constant)
                             and args[key].value is None else self.node(args[key]) for key in ("input", "min", "max"))
             for bound, op in ((low, "lt"), (high, "gt")):  # as torch, which gives x the gradient where both are equal
@@ -250,7 +253,7 @@ def _definition(code):
 
 
 def _captured(function):
-    """What the names in a function mean, but for its own."""
+    """The objects that names in a function stand for, but for its own names."""
     defaults, code, cells = function.__defaults__ or (), function.__code__, {}
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
         with contextlib.suppress(ValueError):  # not assigned yet

@@ -1,7 +1,7 @@
 """A function of a score as a graph of its operations, which torch can evaluate, differentiated and printed.
 
 Nodes that are alike are one node, so that nothing is computed twice. The derivative is made of nodes of the same graph,
-in one sweep from the result back. TRITON and CUDA are the tables by which a graph is printed for a kernel.
+in one sweep from the result back. TRITON is the table by which a graph is printed for a kernel.
 score_function.py makes the graph of the source of a function.
 """
 
@@ -20,7 +20,7 @@ FLOATS = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 
 class Fault(Exception):
-    """What is wrong with an operation; score_function.py says where it stands."""
+    """A fault of an operation; score_function.py says where it stands."""
 
 
 class Op(NamedTuple):
@@ -72,28 +72,17 @@ def _number_in_python(x):
     return repr(x) if isinstance(x, (bool, int)) or math.isfinite(x) else f'float("{x}")'
 
 
-def _number_in_cuda(x):
-    if isinstance(x, (bool, int)):
-        return str(x).lower()
-    return f"{x!r}f" if math.isfinite(x) else "NAN" if math.isnan(x) else "-INFINITY" if x < 0 else "INFINITY"
-
-
-# How languages write operations, numbers, elements of tensors, their places in them, and a line of a function. The
-# functions without a prefix are helpers, for Triton those of ../triton_ref/score_function.py.
-BOTH = {op: f"{{}} {sign} {{}}" for op, sign in dict(
+# Operations, numbers, elements of tensors, their places in them, and a line of a function, as a language writes them.
+# Functions without a prefix are helpers of ../triton_ref/score_function.py.
+TRITON = {op: f"{{}} {sign} {{}}" for op, sign in dict(
     add="+", sub="-", mul="*", div="/", lt="<", le="<=", gt=">", ge=">=", eq="==", ne="!=", xor="^").items()} | {
     "neg": "-{}", "tanh": "tanh({})", "floordiv": "floor_div({}, {})", "mod": "remainder({}, {})",
     "load": "load_{}(captured[{}], {})", "place": "place({}, sizes[{}][{}])"}
-TRITON = BOTH | {op: f"tl.{op}({{}})" for op in ("abs", "exp", "exp2", "log", "sqrt", "sin", "cos")} | {
+TRITON |= {op: f"tl.{op}({{}})" for op in ("abs", "exp", "exp2", "log", "sqrt", "sin", "cos")} | {
     "and": "{} & {}", "or": "{} | {}", "not": "{} == 0", "where": "tl.where({}, {}, {})",
     "sigmoid": "1.0 / (1.0 + tl.exp(-{}))", "maximum": "tl.maximum({}, {})", "minimum": "tl.minimum({}, {})",
-    "to_float": "tl.cast({}, tl.float32)",
-    "to_int": "tl.cast({}, tl.int32)", "number": _number_in_python, "line": "    {} = {}\n"}
-CUDA = BOTH | {op: f"{op}f({{}})" for op in ("exp", "exp2", "log", "sqrt", "sin", "cos")} | {
-    "sigmoid": "1.f / (1.f + expf(-{}))", "and": "{} && {}", "or": "{} || {}", "not": "!{}",
-    "where": "{} ? {} : {}", "abs": "abs({})",
-    "maximum": "max({}, {})", "minimum": "min({}, {})", "to_float": "float({})", "to_int": "int({})",
-    "number": _number_in_cuda, "line": "    const auto {} = {};\n"}
+    "to_float": "tl.cast({}, tl.float32)", "to_int": "tl.cast({}, tl.int32)", "number": _number_in_python,
+    "line": "    {} = {}\n"}
 
 
 class Node(NamedTuple):

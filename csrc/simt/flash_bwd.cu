@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kPreprocessTy * kPreprocessTx)
         for (int d = 4 * tx; d < cols; d += 4 * kTx) {
             Vec<4, T> o[kRows], dout[kRows];
 #pragma unroll
-            for (int i = 0; i < kRows; i++) {  // without branches, so that all are on the way together
+            for (int i = 0; i < kRows; i++) {  // no branch: all loads are on the way together
                 const int row = min(row_of(i), seq.seqlen_q - 1);
                 o[i] = load4<kAligned>(gO + row * p.o.row_stride + d, cols - d);
                 dout[i] = load4<kAligned>(gdO + row * p.dout.row_stride + d, cols - d);

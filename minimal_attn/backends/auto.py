@@ -1,5 +1,5 @@
 """Which backend serves backend="auto". It depends on the device and dtype of q, on whether gradients are wanted under a
-transform of torch.func, and on options that a backend lacks; sizes and other options do not matter.
+transform of torch.func, and on a score_mod; sizes and other options do not matter.
 """
 
 import functools
@@ -10,7 +10,7 @@ from .. import _build
 from .._build import assume_constant_result
 from ..checks import FP8_DTYPES, is_transformed, wants_gradient
 from ..options import Options, warn
-from . import cuda, triton
+from . import triton
 
 
 def auto_backend(q: torch.Tensor, *others: torch.Tensor | None, options: Options = Options()) -> str:
@@ -25,7 +25,7 @@ def auto_backend(q: torch.Tensor, *others: torch.Tensor | None, options: Options
     if options.score_mod is not None and (torch.compiler.is_compiling() or is_transformed()):
         return "torch"  # the twin reads it only where nothing traces or transforms
     name = _first_available()
-    if name == "cuda" and cuda.BACKEND.lacking(options):  # the twin lacks nothing
+    if name == "cuda" and options.score_mod is not None:
         return "torch" if triton.why_not_imported() else "triton"
     return name
 

@@ -57,6 +57,9 @@ def _forward_of_copies(q, k, v, options):
 
 
 def _forward(q, k, v, options):
+    if options.score_mod is not None:
+        raise NotImplementedError("backend='cuda' does not serve score_mod: its kernels are compiled before they could "
+                                  "know the function; use backend='auto'")
     if q.is_cuda and q.dtype == torch.float64:
         raise TypeError("Unsupported dtype: q is torch.float64, which backend='cuda' takes on the CPU alone; allowed "
                         "on a GPU are float32, float16, bfloat16")
@@ -131,8 +134,7 @@ def _backward(dout, q, k, v, out, lse, options):
                                                  True, True, False, False)[:3]
 
 
-LACKS = {"score_mod": "its kernels are compiled before they could know the function"}
-BACKEND = Backend(_forward, DTYPES, False, _forward_cached, _append, _backward, _why_not, LACKS)
+BACKEND = Backend(_forward, DTYPES, False, _forward_cached, _append, _backward, _why_not)
 
 
 def kernel_of(q, k, v, options):

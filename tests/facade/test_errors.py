@@ -252,7 +252,8 @@ def by_flash_attn(q, k, v, causal=False, sm_scale=None, dropout_p=0, dropout_see
 
 CASES = [(function, given, *row) for functions, given, rows in [
     (OURS, "alike", OF_TENSORS), (OURS, "one_sample", OF_LENGTHS), (OURS, "grouped", OF_SCORES),
-    (OURS[:2], "grouped", OF_SCORE_MOD), (OURS[:2], "float64", OF_FLOAT64), ((scaled_dot_product_attention,), "sdpa", OF_SDPA),
+    (OURS[:2], "grouped", OF_SCORE_MOD), (OURS[:2], "float64", OF_FLOAT64),
+    ((scaled_dot_product_attention,), "sdpa", OF_SDPA),
     ((flash_attn_varlen_func,), "varlen", OF_VARLEN), ((flash_attn_kvpacked_func,), "kv", OF_PARTS[:1]),
     ((flash_attn_varlen_qkvpacked_func,), "qkv", OF_PARTS[1:]), ((FlashMHA,), "module", OF_MODULE),
     ((pad_input,), "rows", OF_ROWS), ((blockwise_attention,), "flat", OF_BLOCKS), (OURS[:1], "alike", OF_BACKENDS),
@@ -262,7 +263,7 @@ CASES = [(function, given, *row) for functions, given, rows in [
     if function is not which_kernel or "dropout_seed" not in row[2]]
 
 
-# What kernels cannot have of a score_mod: what its error says, and the function.
+# Functions that kernels cannot have, behind the text of their error.
 TABLE, COMPLEX, ARRAY = randn(4, 9), randn(4).to(torch.complex64), numpy.zeros(4)
 
 
@@ -312,6 +313,8 @@ UNTRANSLATED = [
     ("only captured tensors have indices", lambda s, b, h, q, k: s[q]),
     ("it takes 3 arguments", lambda s, b, h, q, k: torch.where(q > k)),
     ("it takes no keywords", lambda s, b, h, q, k: torch.exp(input=s)),
+    ("it takes input, min, max", lambda s, b, h, q, k: torch.clamp(s, 0, maximum=1)),
+    ("it takes input, min, max", lambda s, b, h, q, k: s.clamp(0, 1, 2)),
     ("missing is not defined", lambda s, b, h, q, k: s + missing),  # noqa: F821
     ("is no number and no tensor", lambda s, b, h, q, k: s + ARRAY),
 ]

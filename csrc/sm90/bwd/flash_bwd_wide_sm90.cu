@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(Shape::kNThreads, 1) flash_bwd_wide(const __gr
         if (threadIdx.x == 0) load_wide_tiles<Shape>(p, shared, rank);
         else if (threadIdx.x >= 32 && threadIdx.x < 64) {
             wait_for_previous_kernel();
-            let_next_kernel_begin();  // which reads dq_arrivals
+            let_next_kernel_begin();  // flash_bwd_dq reads dq_arrivals
             load_numbers<Shape>(p, shared, shared.work);
             if (shared.work.count() > 0) barrier_sync(kRowBlocksDone, 128 * Shape::kConsumers + 32);
             if (threadIdx.x == 32) report_dq<Shape>(p, shared.work);

@@ -358,7 +358,7 @@ template <typename Shape> __device__ void produce(const BwdParams<Shape> &p, Bwd
         });
     } else if (threadIdx.x / 32 == 1) {
         wait_for_previous_kernel();
-        let_next_kernel_begin();  // which reads dq_arrivals
+        let_next_kernel_begin();  // flash_bwd_dq reads dq_arrivals
         for_work([&](const BwdWorkItem<Shape> &work) { load_numbers<Shape>(p, shared, work); });
     } else if (threadIdx.x / 32 == 2) {
         take_work<Shape>(p, shared);
