@@ -32,7 +32,7 @@ LONG = "flash.cu", "simt/flash_bwd.cu", "sm80/flash_sm80.cu", "sm80/flash_bwd_sm
 # them, in the forward pass the rounds of Philox, or the addresses of a bias, come on top. With block masks the producers
 # of sm90/ have too few for the walk.
 SPILLS = {"sm80/flash_bwd_sm80.cu": 136, "sm80/flash_sm80.cu": 352, "sm90/flash_sm90.cu": 16,
-          "cache/prefill_sm90.cu": 56, "sm90/mods/flash_dropout_sm90.cu": 32, "sm90/mods/flash_mods_sm90.cu": 80,
+          "cache/prefill_sm90.cu": 64, "sm90/mods/flash_dropout_sm90.cu": 32, "sm90/mods/flash_mods_sm90.cu": 80,
           "sm90/mods/flash_max_logits_sm90.cu": 24, "sm90/bwd/flash_bwd_sm90.cu": 272,
           "sm90/bwd/flash_bwd_wide_sm90.cu": 144, "sm90/mods/flash_masked_sm90.cu": 72, "simt/flash_bwd.cu": 64,
           "simt/flash_bwd_bias.cu": 120, "cache/decode.cu": 48, "flash.cu": 136}
