@@ -77,7 +77,8 @@ def _number_in_python(x):
 TRITON = {op: f"{{}} {sign} {{}}" for op, sign in dict(
     add="+", sub="-", mul="*", div="/", lt="<", le="<=", gt=">", ge=">=", eq="==", ne="!=", xor="^").items()} | {
     "neg": "-{}", "tanh": "tanh({})", "floordiv": "floor_div({}, {})", "mod": "remainder({}, {})",
-    "load": "load_{}(captured[{}], {})", "place": "place({}, sizes[{}][{}])"}
+    "load": "load_{}(captured[{}], {})", "place": "place({}, sizes[{}][{}])",
+    "next": "({}) * sizes[{}][{}] + {}"}
 TRITON |= {op: f"tl.{op}({{}})" for op in ("abs", "exp", "exp2", "log", "sqrt", "sin", "cos")} | {
     "and": "{} & {}", "or": "{} | {}", "not": "{} == 0", "where": "tl.where({}, {}, {})",
     "sigmoid": "1.0 / (1.0 + tl.exp(-{}))", "maximum": "tl.maximum({}, {})", "minimum": "tl.minimum({}, {})",
@@ -101,12 +102,12 @@ class Graph:
     def __init__(self):
         self.nodes, self.captured, self._known = [], [], {}  # captured: the names of tensors
         for name, kind, axes in zip(INPUTS, ("float", *["int"] * 4), (3, 0, 0, 1, 2)):
-            self._node("input", (), name, kind, axes)
+            self.node("input", (), name, kind, axes)
 
     def __getitem__(self, i):
         return self.nodes[i]
 
-    def _node(self, op, args, value, kind, axes=0):
+    def node(self, op, args, value, kind, axes=0):
         for i in args:
             axes |= self[i].axes
         key = op, args, repr(value), kind  # 0, 0.0, -0.0 and False are equal
@@ -117,7 +118,7 @@ class Graph:
 
     def number(self, x):
         kind = bool if isinstance(x, bool) else int if is_int(x) else float
-        return self._node("number", (), kind(x), kind.__name__)  # numpy's float64 is a float, too
+        return self.node("number", (), kind(x), kind.__name__)  # numpy's float64 is a float, too
 
     def is_number(self, i, x):
         return self[i].op == "number" and self[i].kind == "float" and self[i].value == x
@@ -128,7 +129,7 @@ class Graph:
             raise Fault(f"{name}, {shown(tensor)}, needs {tensor.ndim} indices and has {len(indices)}")
         self.captured += [name] * (name not in self.captured)
         kind = "float" if tensor.dtype in FLOATS else "bool" if tensor.dtype == torch.bool else "int"
-        return self._node("load", tuple(self.cast(i, "int") for i in indices), self.captured.index(name), kind)
+        return self.node("load", tuple(self.cast(i, "int") for i in indices), self.captured.index(name), kind)
 
     def cast(self, i, kind):
         """Node i as of a kind that holds all its values."""
@@ -164,7 +165,7 @@ class Graph:
                     return x
         if op == "where" and args[1] == args[2]:
             return args[1]
-        return self._node(op, args, None, kind)
+        return self.node(op, args, None, kind)
 
     def power(self, x, y):
         if self[y].kind == "float":
@@ -237,7 +238,7 @@ class Graph:
                 place = ""
                 for dim, arg in enumerate(args):  # of a contiguous tensor
                     index = language["place"].format(arg, node.value, dim)
-                    place = f"({place}) * sizes[{node.value}][{dim}] + {index}" if dim else index
+                    place = language["next"].format(place, node.value, dim, index) if dim else index
                 places[i] = f"at{i}"
                 lines += language["line"].format(places[i], place or "0")
                 expression = language["load"].format(node.kind, node.value, places[i])

@@ -70,14 +70,14 @@ template <bool kChunks> struct MaskOf {
         if (block < blocks.full_begin)
             hide(acc_s, hidden, [&](int i) { return Range{begin_of_row(row + i) - key, INT_MAX}; });
     }
-    // Probabilities of rows that do not see a key become 0. acc_p [keys, rows]; blocks of rows.
+    // Probabilities of rows that do not see a key become 0, or `hidden`. acc_p [keys, rows]; blocks of rows.
     template <int kMTiles, int kNTiles>
     __device__ void apply_transposed(float (&acc_p)[kMTiles][kNTiles][4], const BlockRange &blocks, int block, int key,
-                                     int row) const {
+                                     int row, float hidden = 0.f) const {
         if (block >= blocks.full_end)
-            hide(acc_p, 0.f, [&](int i) { return Range{INT_MIN, rows(key + i).end - row}; });
+            hide(acc_p, hidden, [&](int i) { return Range{INT_MIN, rows(key + i).end - row}; });
         if (block < blocks.full_begin)
-            hide(acc_p, 0.f, [&](int i) { return Range{rows(key + i).begin - row, INT_MAX}; });
+            hide(acc_p, hidden, [&](int i) { return Range{rows(key + i).begin - row, INT_MAX}; });
     }
 
     // Columns of row i outside of columns_of(i) become `hidden`. Columns count from this lane's first.

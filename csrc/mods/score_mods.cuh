@@ -1,5 +1,5 @@
 // The folder mods/ has what a plain call does without: changed scores and dropout. A first reading leaves it out. Order
-// in mods/: score_mods.cuh, dropout.h, dropout_transposed.cuh.
+// in mods/: score_mods.cuh, dropout.h, dropout_transposed.cuh, score_function.cuh.
 //
 // ScoreMods is the counterpart of Scores for scores that are changed by more than a factor:
 //

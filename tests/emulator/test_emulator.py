@@ -86,7 +86,7 @@ SM90_BACKWARD = ["sm90_128_causal", "sm90_splits", "sm90_turns", "sm90_turns_cau
 SHOWN_TO = {
     "simt/tiles.h": SIMT, "flash.cu": SIMT, "simt/flash_bwd.cu": SIMT, "simt/flash_bwd_bias.cu": ["simt_bias"],
     "sm80/tiles.cuh": SM80, "sm80/flash_sm80.cu": ["sm80_fp16_64", "sm80_fp16_192"], "sm80/flash_bwd_sm80.cu": SM80,
-    "sm90/bwd/flash_bwd_sm90.cu": SM90_BACKWARD, "sm90/bwd/producer.cuh": SM90_BACKWARD,
+    "sm90/bwd/flash_bwd_sm90.cuh": SM90_BACKWARD, "sm90/bwd/producer.cuh": SM90_BACKWARD,
     "sm90/bwd/dq.cuh": SM90_BACKWARD, "sm90/bwd/consumer.cuh": SM90_BACKWARD,
     "sm90/bwd/flash_bwd_wide_sm90.cu": ["sm90_pair", "sm90_pair_causal", "sm90_pair_lens", "sm90_pair_packed",
                                         "sm90_pair_window", "sm90_136_causal", "sm90_many_192", "sm90_256_rows",
@@ -95,6 +95,7 @@ SHOWN_TO = {
     "sm90/flash_dmma.cu": ["dmma_64_causal", "dmma_128_causal"],
     "sm90/tiles.cuh": SM90, "sm90/producer.cuh": SM90, "sm90/flash_sm90.cuh": SM90,
     "sm90/mods/bias.cuh": ["sm90_bias"], "sm90/mods/flash_masked_sm90.cu": ["sm90_mask_all", "sm90_units"],
+    "sm90/mods/masked_scores.cuh": ["sm90_mask_all", "sm90_units"],
     "cache/prefill_sm90.cu": ["prefill", "prefill_pages"],
     "cache/decode.cu": ["one", "d64", "d128", "scale_30", "packed_long"],
     "cache/work.cuh": ["uneven", "uneven_packed", "uneven_clusters"],

@@ -1,4 +1,5 @@
-// sm90/bwd/ has the backward pass on Hopper. Order: dq.cuh, producer.cuh, consumer.cuh, launch.cuh, flash_bwd_sm90.cu.
+// sm90/bwd/ has the backward pass on Hopper. Order: dq.cuh, producer.cuh, consumer.cuh, launch.cuh,
+// flash_bwd_sm90.cuh, flash_bwd_sm90.cu.
 // Beside it, for other head_dims above 128: flash_bwd_wide_sm90.cu. This file: dq_accum becomes dq, a head when whole.
 #pragma once
 

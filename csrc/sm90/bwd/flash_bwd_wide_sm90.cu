@@ -23,6 +23,7 @@ template <int kEnd> __device__ uint32_t vote(uint32_t x) {
 }
 
 template <int kHeadDim_, bool kMasked_> struct WideShape {
+    using Input = AttnBackwardParams;
     static constexpr bool kMasked = kMasked_;  // by a block mask
     using Mask = MaskOf<true>;
     static constexpr int kHeadDim = kHeadDim_, kDTiles = kHeadDim / 8, kBlockM = 64, kNTiles = kBlockM / 8;

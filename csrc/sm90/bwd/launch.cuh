@@ -7,7 +7,7 @@
 namespace sm90 {
 
 template <typename T, typename Shape, size_t kSharedBytes>
-void launch_bwd(const AttnBackwardParams &p, void (*kernel)(BwdParams<Shape>)) {
+void launch_bwd(const typename Shape::Input &p, void (*kernel)(BwdParams<Shape>)) {
     constexpr int kHeadDim = Shape::kHeadDim, kBlockM = Shape::kBlockM, kTileBlocks = Shape::kTileBlocks;
     const BwdWorkspace<Shape> workspace(p);
     const KeyTiles<Shape::kBlockN> tiles(p);

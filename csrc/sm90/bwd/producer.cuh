@@ -8,7 +8,7 @@
 
 namespace sm90 {
 
-template <typename Shape> struct BwdParams : AttnBackwardParams {
+template <typename Shape> struct BwdParams : Shape::Input {
     TmaTensor q_tma, k_tma, v_tma, dout_tma;
     BwdWorkspace<Shape> layout;
     TileOrder<Divisor> order;
@@ -18,7 +18,7 @@ template <typename Shape> struct BwdParams : AttnBackwardParams {
     ScoreFactors<float> factors;
     float score_factor, dk_scale, dv_scale;  // P = exp2(score_factor · score - lse_log2)
 
-    __host__ __device__ bool takes_turns() const { return deterministic && dq.data; }
+    __host__ __device__ bool takes_turns() const { return this->deterministic && this->dq.data; }
 };
 
 // A tile of keys, or a split of it, and its row blocks, head by head or rows first.

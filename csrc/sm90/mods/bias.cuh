@@ -1,5 +1,6 @@
 // sm90/mods/ has Hopper's forward pass with changed scores or dropout; a first reading leaves it out. Order: bias.cuh,
-// mask_bits.cuh, changed_scores.cuh, flash_mods_sm90.cu. Beside it: flash_dropout_sm90.cu, flash_masked_sm90.cu.
+// mask_bits.cuh, changed_scores.cuh, flash_mods_sm90.cu. Beside it:
+// flash_dropout_sm90.cu; masked_scores.cuh, flash_masked_sm90.cu; function_scores.cuh.
 //
 // This file: a bias, which TMA loads beside K, [64, kBlockN] for each consumer:
 //   producer ── TMA ──▶ ring.full ──▶ one consumer ── adds it to its scores ──▶ ring.empty ──▶ producer

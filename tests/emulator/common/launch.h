@@ -138,7 +138,7 @@ inline unsigned __ballot_sync(unsigned mask, bool x) {
     });
     return mine.all;
 }
-inline int atomicAdd(int *to, int x) { return std::exchange(*to, *to + x); }
+template <typename T> T atomicAdd(T *to, T x) { return std::exchange(*to, *to + x); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
