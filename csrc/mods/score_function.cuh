@@ -110,8 +110,8 @@ __device__ float changed_log2(float score, const ScorePlace &at, const Captured 
     return F::kMayBeLow && x > -INFINITY ? fmaxf(x, kLowest) * kLog2E : x * kLog2E;
 }
 
-// Sums of gradients over a block of rows, for a lane's scores [rows, 2 keys], before they are added in memory. Which
-// scores have an element in common depends on F::axes: whether its place depends on the row (1), the key (2) or both (3).
+// Sums of gradients over a block of rows, for a lane's scores [rows, 2 keys], before they are added in memory. F::axes
+// says which scores share an element: its place depends on the row (1), the key (2), both (3) or neither (0).
 template <typename F> struct GradientSums {
     static constexpr int kNum = F::kNumGradients > 0 ? F::kNumGradients : 1;
     float *gradient[kNum];

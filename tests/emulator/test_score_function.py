@@ -1,7 +1,8 @@
-"""score_mod in csrc on the emulator: functions are printed as CUDA, compiled with the kernels of both passes, and compared
-with the reference."""
+"""score_mod in csrc on the emulator: functions are printed as CUDA, compiled with the kernels of both passes, and
+compared with the reference."""
 import math
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from conftest import made_once
-from minimal_attn import flash_attention
+from minimal_attn import create_block_mask, flash_attention
 from minimal_attn.score_function import read
 from minimal_attn.score_library import source, struct
 from faults import CSRC
@@ -20,6 +21,7 @@ from test_score_mod import captured_of
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(300)]
 
 B, H, HK, SQ, SK = 2, 4, 2, 150, 200
+OF_MAIN_LIBRARY = "simt/flash_bwd.cu", "simt/flash_bwd_bias.cu"  # what a library of a function calls
 DTYPES = {torch.float16: 1, torch.bfloat16: 2}  # as in csrc/flash.h
 
 
@@ -71,31 +73,34 @@ FUNCTIONS = {f.__name__: f for f in (no_change, relative_bias, documents_and_slo
 def emulator(tmp_path_factory):
     """emulated(), with the objects of what the kernels need."""
     def make(csrc):
-        compiled(emulated(csrc), csrc / "objects", sources=[*PARTS, "simt/flash_bwd.cu", "simt/flash_bwd_bias.cu"])
+        compiled(emulated(csrc), csrc / "objects", sources=[*PARTS, *OF_MAIN_LIBRARY])
         return csrc
 
     return made_once(tmp_path_factory, "score_function", make)
 
 
-def run(csrc, folder, f, head_dim, dtype, schedule, tensors, sinks, window):
+def run(csrc, folder, f, head_dim, dtype, schedule, tensors, sinks, window, block_mask):
     """(out, lse, dq, dk, dv, gradients of what f captures) by the driver."""
     graph, root, captured = read(f)
     main = folder / "main.cpp"
-    main.write_text(source(graph, root, [x.dtype for x in captured], 64 if head_dim <= 64 else 128)
+    main.write_text(source(graph, root, [x.dtype for x in captured], 64 if head_dim <= 64 else 128,
+                           block_mask is not None)
                     + '#include "drivers/function_driver.cpp"\n')
     program = folder / "driver"
-    objects = [csrc / f"objects/{name}.o" for name in (*(part.removesuffix(".cpp") for part in PARTS), "flash_bwd", "flash_bwd_bias")]
+    objects = [csrc / f"objects/{Path(part).stem}.o" for part in (*PARTS, *OF_MAIN_LIBRARY)]
     done = subprocess.run([CXX, *FLAGS, "-O1", *CUDA, "-I", csrc, main, *objects, "-o", program], capture_output=True,
                           text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     q, k, v, dout = tensors
     captured_sizes = [[*x.shape, *(1,) * (4 - x.ndim)] for x in captured]
     ints = [DTYPES[dtype], B, H, HK, SQ, SK, head_dim, *window, sinks is not None]
+    ints += [-1 if block_mask is None else len(block_mask.bits)]
     ints += [x.nbytes for x in captured] + [0] * (4 - len(captured))
     ints += [n for size in captured_sizes for n in size] + [0] * (4 * (4 - len(captured)))
     header = np.array(ints, np.int32).tobytes() + np.float32(head_dim ** -0.5).tobytes()
+    of_mask = [] if block_mask is None else [getattr(block_mask, x) for x in ("units", "row_words", "key_words", "bits")]
     arrays = [header, *(x.detach().contiguous().view(torch.uint8).numpy().tobytes() for x in (
-        q, k, v, dout, torch.zeros(H) if sinks is None else sinks, *captured))]
+        q, k, v, dout, torch.zeros(H) if sinks is None else sinks, *of_mask, *captured))]
     lse, results = torch.zeros(B, H, SQ), [torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)]
     results = [torch.zeros_like(q), lse, *results, *(torch.zeros(x.shape) for x in captured)]
     arrays += [x.view(torch.uint8).numpy().tobytes() for x in results]
@@ -110,25 +115,27 @@ def run(csrc, folder, f, head_dim, dtype, schedule, tensors, sinks, window):
     return results
 
 
-@pytest.mark.parametrize("schedule, name, head_dim, dtype, window, has_sinks", [
-    (SCHEDULES[0], "no_change", 64, torch.bfloat16, (-1, -1), True),
-    (SCHEDULES[1], "relative_bias", 128, torch.float16, (-1, 0), False),
-    (SCHEDULES[2], "documents_and_slopes", 64, torch.bfloat16, (-1, -1), False),
-    (SCHEDULES[1], "rows_times_keys", 104, torch.bfloat16, (70, 20), True),
-    (SCHEDULES[2], "numbers", 40, torch.float16, (-1, 0), False),
-    (SCHEDULES[0], "growing", 128, torch.bfloat16, (-1, -1), False)])
-def test_both_passes(schedule, name, head_dim, dtype, window, has_sinks, emulator, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule, name, head_dim, dtype, window, has_sinks, has_mask", [
+    (SCHEDULES[0], "no_change", 64, torch.bfloat16, (-1, -1), True, True),
+    (SCHEDULES[1], "relative_bias", 128, torch.float16, (-1, 0), False, False),
+    (SCHEDULES[2], "documents_and_slopes", 64, torch.bfloat16, (-1, -1), False, False),
+    (SCHEDULES[1], "rows_times_keys", 104, torch.bfloat16, (70, 20), True, False),
+    (SCHEDULES[2], "numbers", 40, torch.float16, (-1, 0), False, False),
+    (SCHEDULES[0], "growing", 128, torch.bfloat16, (-1, 5), False, True)])
+def test_both_passes(schedule, name, head_dim, dtype, window, has_sinks, has_mask, emulator, tmp_path):
     f = FUNCTIONS[name]()
     captured = [x for x in read(f)[2]]
     q, k, v, dout = (randn(B, heads, length, head_dim, seed=seed, dtype=dtype) for seed, (heads, length) in enumerate(
         ((H, SQ), (HK, SK), (HK, SK), (H, SQ))))
     sinks = randn(H, seed=5) if has_sinks else None
+    mask = create_block_mask(lambda b, h, q, k: (q // 40 + k // 50) % 3 > 0, None, None, SQ, SK) if has_mask else None
     out, lse, dq, dk, dv, *gradients = run(emulator, tmp_path, f, head_dim, dtype, schedule, (q, k, v, dout), sinks,
-                                           window)
+                                           window, mask)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     wants = [x for x in captured if x.requires_grad]
     want_out, want_lse = flash_attention(*leaves, score_mod=f, backend="reference", return_lse=True, window_size=window,
-                                         sinks=None if sinks is None else sinks.double())
+                                         sinks=None if sinks is None else sinks.double(), block_mask=mask)
     want = torch.autograd.grad(want_out, [*leaves, *wants], dout.double())
     tolerance = dict(rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 4e-3)
     assert_close(out.double(), want_out, **tolerance)

@@ -15,9 +15,12 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from code_digest import cuobjdump, nvcc
 from minimal_attn._build import recipe
+from minimal_attn.score_function import read
+from minimal_attn.score_library import source
 
 pytestmark = pytest.mark.cpu
 
@@ -95,6 +98,23 @@ def test_cuda_kernels_do_not_spill(file, target, tmp_path):
               if max(map(int, re.findall(r"(\d+) bytes", use))) > SPILLS.get(file, 0)]
     assert not spills, "\n".join(spills)
     assert "serialized" not in done.stdout, done.stdout  # ptxas, of wgmma that it could not let run on
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not nvcc(), reason="no nvcc on PATH or in CUDA_HOME")
+@pytest.mark.parametrize("head_dim, has_block_mask", [(64, False), (128, True)])
+def test_score_mod_compiles(head_dim, has_block_mask, tmp_path):
+    """A library of a function of five operations, with no more spills than these."""
+    table = torch.zeros(4, 9, requires_grad=True)
+    graph, root, _ = read(lambda score, b, h, q_idx, kv_idx: torch.tanh(score + table[h, q_idx - kv_idx]) / 2)
+    (tmp_path / "score.cu").write_text(source(graph, root, [table.dtype], head_dim, has_block_mask))
+    command = [nvcc(), *recipe()["extra_cuda_cflags"], "-Xptxas=-v", "-gencode=arch=compute_90a,code=sm_90a",
+               "-c", f"-I{ROOT}/csrc", "score.cu"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          timeout=240)
+    assert done.returncode == 0, done.stdout
+    assert "serialized" not in done.stdout, done.stdout
+    assert max(map(int, re.findall(r"(\d+) bytes spill loads", done.stdout))) <= 320, done.stdout
 
 
 def printed(directory, *arguments):

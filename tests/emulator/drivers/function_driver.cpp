@@ -10,6 +10,7 @@
 
 struct Header {
     int dtype, batch_size, nheads, nheads_k, seqlen_q, seqlen_k, head_dim, window_left, window_right, has_sinks;
+    int mask_bits;  // units of a block mask that have bits, or -1 without one
     int captured_bytes[4], captured_sizes[4][4];
     float softmax_scale;
 };
@@ -60,6 +61,15 @@ int main(int argc, char **argv) try {
     p.dout = tensor(p.nheads, p.seqlen_q);
     void *sinks = file.next(4 * p.nheads);
     if (x.has_sinks) p.sinks = sinks;
+    if (x.mask_bits >= 0) {  // one for all samples and heads
+        BlockMask &mask = p.block_mask;
+        mask.samples = mask.heads = 1, mask.rows = (p.seqlen_q + 63) / 64, mask.keys = (p.seqlen_k + 63) / 64;
+        mask.num_bits = x.mask_bits;
+        mask.units = file.next<int>(4 * mask.rows * mask.keys);
+        mask.row_words = file.next<uint32_t>(4 * mask.rows * ((mask.keys + 31) / 32));
+        mask.key_words = file.next<uint32_t>(4 * mask.keys * ((mask.rows + 31) / 32));
+        mask.bits = file.next<uint32_t>(4 * 256 * mask.num_bits);
+    }
     for (int i = 0; i < ScoreMod::kNumCaptured; i++) {
         captured[i].data = file.next(x.captured_bytes[i]);
         std::copy_n(x.captured_sizes[i], 4, captured[i].size);
