@@ -112,7 +112,7 @@ def train_model(args, backend, console):
                            generator=torch.Generator().manual_seed(args.seed)).to(args.device)
     window = torch.arange(args.seqlen + 1, device=args.device)
     losses = torch.empty(args.steps, device=args.device)  # read at the end: .item() would wait for the GPU in each step
-    for step in watched(range(args.steps), lambda step: f"training with {backend}", console):
+    for step in watched(range(args.steps), f"training with {backend}", console):
         if step == warm_up:
             start = now(args.device)
         batch = data[starts[step] + window].long()  # (B, S + 1)

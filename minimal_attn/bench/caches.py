@@ -13,8 +13,7 @@ import torch
 
 from .. import attention_with_kvcache, flash_attention, options, reference_attention
 from ..reference.append import rotated
-from ..toolkit.benchmark import QUANTILES
-from . import measure
+from ..toolkit.benchmark import gpu_times, quantiles_of
 from .cases import Case
 from .impls import IMPLS, Call
 from .measure import Impl, WrongResult, normal
@@ -47,17 +46,6 @@ DECODE = {"read": Impl(plain_read, ("cuda",), kinds=("dense", "pages")), **ways(
           **{name: IMPLS[name] for name in ("torch:cudnn", "torch:flash")}}
 APPEND = ways(":attend", "", ":rotary")
 MIXED = ways("", ":apart", ":dense")
-
-
-def times_of_replays(graph, count):
-    """ms of each of some replays in a row."""
-    spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    for start, end in spans:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in spans]
 
 
 class Decode(Case):
@@ -134,17 +122,16 @@ class Decode(Case):
         with torch.cuda.graph(graph):
             for args in self.calls:
                 function(*args)
-        warmups = math.ceil(WARMUP_MS / times_of_replays(graph, 1)[0])
+        warmups = math.ceil(WARMUP_MS / gpu_times(graph.replay, 1)[0])
         # The host is ahead of the GPU, so that no launch is timed.
-        times = torch.tensor(times_of_replays(graph, warmups + REPLAYS)[warmups:], dtype=torch.float64)
-        return (times / len(self.calls)).quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
+        return quantiles_of(ms / len(self.calls) for ms in gpu_times(graph.replay, warmups + REPLAYS)[warmups:])
 
     @functools.cached_property
     def read(self):
         """The numbers of the plain read; {} where there is none."""
         if "read" not in self.op.impls or self.device not in self.op.impls["read"].devices:
             return {}
-        numbers = measure.numbers_of(self, "read")
+        numbers = super().measured("read")
         return {key: numbers[key] for key in ("ms", "ms_p20", "ms_p80", "gbps", "us")}
 
     def measured(self, name):

@@ -1,5 +1,6 @@
 """Cases: the inputs of one setting, the truth in fp64, the error that it allows, and the work that a row counts."""
 
+import argparse
 import functools
 import math
 import re
@@ -12,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from .. import BlockMask, reference_attention
 from ..checks import MAX_HEAD_DIM
 from ..reference.dropout import seed_with_origins
+from ..toolkit.benchmark import peak_bytes
 from ..toolkit.validation import allowed_error
 from .impls import KINDS, MASKED, SCORES, Call, backward_of, causal_mask, deterministic_torch, forced, sdpa, step_of
 from .masks import MASKS, build, native_options
-from .measure import FP8_DTYPE_NAMES, MEASURED, each, normal, numbers_of, timed, truth_fits
+from .measure import FP8_DTYPE_NAMES, MEASURED, each, judge, normal, timed, truth_fits
 
 # The columns of rows, by their op: those between sizes and numbers, and those behind the numbers.
 SIZES = ("head_dim", "causal", "batch_size", "nheads", "nheads_k", "seqlen_q", "seqlen_k")
@@ -37,14 +39,14 @@ SEEN = 0.75  # of the keys, by a mask
 
 @functools.lru_cache
 def lengths_of(text):
-    """(32, 32, 8) of "2 x 32 + 8", or those of DRAWN. Raises ValueError."""
+    """(32, 32, 8) of "2 x 32 + 8", or those of DRAWN."""
     if text in DRAWN:
         return DRAWN[text]
     lengths = ()
     for part in text.split(" + "):
         found = re.fullmatch(r"(?:([1-9]\d*) x )?([1-9]\d*)", part, re.ASCII)
         if not found:
-            raise ValueError(f"{text!r} is neither {', '.join(map(repr, DRAWN))} nor lengths such as '8192 + 64 x 128'")
+            fail(f"{text!r} is neither {', '.join(map(repr, DRAWN))} nor lengths such as '8192 + 64 x 128'")
         lengths += (int(found[2]),) * int(found[1] or 1)
     return lengths
 
@@ -76,17 +78,17 @@ class Shape(NamedTuple):
     @property
     def kind(self):
         """One of KINDS."""
+        words = self.more.split()
         if self.more[:1].isdecimal():
             return "packed"
-        first = self.more.partition(" ")[0]
-        if self.more in KINDS:
-            return self.more
-        return "pages" if self.options.keys() & {"page", "drawn"} else first if first in KINDS else "dense"
+        if "page" in words or "drawn" in words:
+            return "pages"
+        return self.more if "masked" in words else next((x for x in words if x in KINDS), "dense")
 
 
 def shape_of(text, form):
-    """The shape that a text names, such as "1,16,16384,128 window 512"; ValueError if it names none. form: a regular
-    expression for what stands behind the sizes, or "packed" if lengths may be in their place."""
+    """The shape that a text names, such as "1,16,16384,128 window 512". form: a regular expression for what stands
+    behind the sizes, or "packed" if lengths may be in their place."""
     sizes, _, more = text.partition(" ")
     if form == "packed" and not text.split(",")[0].isdecimal():
         more, *sizes = text.split(",")
@@ -95,30 +97,32 @@ def shape_of(text, form):
         shape = Shape(len(lengths), nheads, max(lengths), head_dim, nheads_k, max(lengths), more)
     else:
         if not re.fullmatch("" if form == "packed" else form, more, re.ASCII):
-            raise ValueError(f"{more!r} stands behind the sizes")
+            fail(f"{more!r} stands behind the sizes")
         b, h, seqlen_q, d, *keys = ints(sizes.split(","), 4, 6)
         shape = Shape(b, h, seqlen_q, d, *(keys or (h, seqlen_q)), more or "none" * ("none" in form))
     page, prefill, head_dim_v = (shape.options.get(x, 1) for x in ("page", "prefill", "v"))
     if shape.nheads % shape.nheads_k or max(shape.head_dim, head_dim_v) > MAX_HEAD_DIM:
-        raise ValueError(f"H must be a multiple of Hk, and D at most {MAX_HEAD_DIM}")
+        fail(f"H must be a multiple of Hk, and D at most {MAX_HEAD_DIM}")
     if shape.seqlen_k % page or prefill > shape.seqlen_k:
-        raise ValueError("Sk must be a multiple of the page size, and a prefill at most Sk")
+        fail("Sk must be a multiple of the page size, and a prefill at most Sk")
     return shape
 
 
+def fail(message):
+    """What argparse says of an option that cannot be read."""
+    raise argparse.ArgumentTypeError(message)
+
+
 def ints(words, *counts):
-    """Positive ints; ValueError if there are others, or not as many as one of counts."""
+    """Positive ints, as many as one of counts."""
     if counts and len(words) not in counts:
-        raise ValueError(f"there are {len(words)} numbers, not {' or '.join(map(str, counts))}")
-    for x in words:
-        if not (x.isdecimal() and int(x)):
-            raise ValueError(f"{x!r} is not a positive integer")
-    return [int(x) for x in words]
+        fail(f"there are {len(words)} numbers, not {' or '.join(map(str, counts))}")
+    return [count(x) for x in words]
 
 
 def count(text):
-    """A positive int; ValueError if it is none."""
-    return ints([text], 1)[0]
+    """A positive int."""
+    return int(text) if text.isdecimal() and int(text) else fail(f"{text!r} is not a positive integer")
 
 
 def fp8_base(q, k, v, causal):
@@ -140,13 +144,19 @@ class Case:
 
     # {gradients: (op of rows, products as wide as q and as v)}. A backward pass has five, as it forms Q Kᵀ again.
     passes = {None: ("forward", 1, 1), backward_of: ("backward", 3, 2), step_of: ("forward_backward", 4, 3)}
+    columns = Shape._fields  # that have the sizes in rows
 
     def __init__(self, op, setting, device):
         self.op, self.device = op, device
         self.shape, self.dtype, self.causal = setting
         self.options = self.shape.options
+        self.truth = self.tolerance = None
         torch.manual_seed(0)
-        q, k, v = self.inputs()
+        self.make(self.has_truth(op, self.shape, device))
+
+    def make(self, has_truth):
+        """Makes args, truth and tolerance, and counts the work."""
+        op, (q, k, v) = self.op, self.inputs()
         self.call = self.make_call()
         self.pass_name, of_q, of_v = self.passes[op.gradients]
         head_dim, head_dim_v = self.shape.head_dim, v.shape[-1]
@@ -162,8 +172,7 @@ class Case:
             self.bytes = 2 * self.out_bytes + 2 * dout.nbytes  # dout and out, which gives delta
             self.bytes += forward_bytes if op.gradients is step_of else 0
         self.args = *tensors, self.call
-        self.truth = self.tolerance = None
-        if self.has_truth(op, self.shape, device):
+        if has_truth:
             judged = [self.judged(x) for x in tensors]
             exact, base = (functools.partial(gradients_of, f) if op.gradients else f for f in (self.exact, self.base))
             self.truth, by_torch = each(exact(*(x.double() for x in judged))), each(base(*judged))
@@ -328,8 +337,15 @@ class Case:
         return timed(self.device, function, *self.args)
 
     def measured(self, name):
-        """The numbers of a row."""
-        return numbers_of(self, name)
+        """{key of MEASURED, or "us": number}. peak_mb is 10^6 bytes beyond inputs and output; what frees its scratch
+        before it makes its output, such as "manual", needs up to one output more than that."""
+        errors, function = judge(self, name), self.function(name)  # and the warm-up: builds, tunes, makes workspaces
+        peak = peak_bytes(function, *self.args)
+        peak_mb = None if peak is None else (peak - self.out_bytes) / 1e6
+        ms, ms_p20, ms_p80 = self.timed(function)
+        numbers = ms, ms_p20, ms_p80, self.flops / ms / 1e9, self.bytes / ms / 1e6, peak_mb, errors and max(errors)
+        return {key: float(f"{x:.6g}") for key, x in zip((*MEASURED, "us"), (*numbers, 1e3 * ms))
+                if x is not None and math.isfinite(x)}
 
     def row(self, name, numbers):
         """A row of the JSON. In a run of packed batches, windows or sinks, dense shapes have the op of dense runs."""
@@ -343,17 +359,15 @@ class Case:
                  "lengths": self.shape.more if kind == "packed" else
                  "drawn" if "drawn" in options else "full, warm" if "warm" in options else "full",
                  "window_size": list(self.window_size) if kind == "window" else None}
-        known |= self.shape._asdict() | numbers
+        known |= dict(zip(self.columns, self.shape)) | numbers
         known["head_dim_v"] = options.get("v", known.get("head_dim"))
         return {key: known.get(key) for key in COLUMNS[op]}
 
 
-class MatmulShape(NamedTuple):
-    m: int
-    n: int
-    k: int
+class Sizes(tuple):
+    """M, N and K of a matrix product, or S of a mask."""
 
-    kind, batch_size, nheads_k = "dense", 1, 1  # as of a Shape
+    kind, options = "dense", {}  # as of a Shape
 
     def __str__(self):
         return ",".join(map(str, self))
@@ -362,16 +376,10 @@ class MatmulShape(NamedTuple):
 class Matmul(Case):
     """Normal a (m, k) and b (k, n), their product in fp64, and the error it allows."""
 
-    sizes = MatmulShape
+    columns = "m", "n", "k"
 
-    def __init__(self, op, setting, device):
-        self.op, self.device, self.options = op, device, {}
-        self.shape, self.dtype, self.causal = setting
-        self.truth = self.tolerance = None
-        torch.manual_seed(0)
-        self.make(*self.shape, self.has_truth(op, self.shape, device))
-
-    def make(self, m, n, k, has_truth):
+    def make(self, has_truth):
+        m, n, k = self.shape
         a, b = self.args = normal((m, k), self.device, self.dtype), normal((k, n), self.device, self.dtype)
         self.flops, self.out_bytes = 2 * m * n * k, m * n * a.element_size()
         self.bytes = a.nbytes + b.nbytes + self.out_bytes
@@ -381,22 +389,20 @@ class Matmul(Case):
 
     @staticmethod
     def truth_size(op, shape):
-        return shape.m * shape.k + shape.k * shape.n + shape.m * shape.n
+        m, n, k = shape
+        return m * k + k * n + m * n
 
-
-class MaskShape(NamedTuple):
-    seqlen: int
-
-    kind, batch_size, nheads_k = "dense", 1, 1  # as of a Shape
-    __str__ = MatmulShape.__str__
+    def judged(self, x):
+        return x
 
 
 class Build(Matmul):
     """The function of the mask of documents, and what it says of all rows and keys. No error is allowed."""
 
-    sizes = MaskShape
+    columns = ("seqlen",)
 
-    def make(self, size, has_truth):
+    def make(self, has_truth):
+        size, = self.shape
         self.args = MASKS["documents"](size, self.device), size, self.device
         mask = build(*self.args)
         self.flops, self.bytes = 0, sum(x.nbytes for x in (mask.units, mask.row_words, mask.key_words, mask.bits))
@@ -407,7 +413,7 @@ class Build(Matmul):
 
     @staticmethod
     def truth_size(op, shape):
-        return shape.seqlen**2
+        return shape[0]**2
 
     def results(self, name, out):
         """Torch's mask has no bits to compare. Without a truth, a dense mask would be too large."""

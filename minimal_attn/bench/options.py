@@ -10,7 +10,7 @@ import torch
 
 from .. import triton_matmul
 from .caches import APPEND, DECODE, MIXED, Append, Decode, Mixed
-from .cases import Build, Case, Matmul, count, ints, shape_of
+from .cases import Build, Case, Matmul, Sizes, count, fail, ints, shape_of
 from .impls import HALVES, IMPLS, MASKED, SCORES, backward_of, flex, step_of
 from .masks import BUILDERS, MASKS
 from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, Impl
@@ -35,18 +35,17 @@ class Op(NamedTuple):
     baseline: str = "manual"  # of the speed-ups
     rate: str = "tflops"  # the column that tables and pictures show
     gradients: Callable | None = None  # backward_of or step_of
-    has_host_cost: bool = False
     row: str | None = None  # the op of rows, if it is not that of their shapes
 
     def shape_of(self, text):
-        """The shape that a text names. Raises ValueError."""
+        """The shape that a text names."""
         if issubclass(self.case, Matmul):
-            return self.case.sizes(*ints(text.split(","), len(self.case.sizes._fields)))
+            return Sizes(ints(text.split(","), len(self.case.columns)))
         shape = shape_of(text, self.more)
         if self.case in (Append, Mixed) and shape.seqlen_q != 1:
-            raise ValueError("Sq must be 1: one new token of each sample")
+            fail("Sq must be 1: one new token of each sample")
         if shape.kind in MASKED and shape.seqlen_q != shape.seqlen_k:
-            raise ValueError("Sq must be Sk")
+            fail("Sq must be Sk")
         return shape
 
 
@@ -59,17 +58,16 @@ GRADIENTS = {name: impl for name, impl in IMPLS.items() if name != "cuda:dmma"} 
 
 ATTENTION = Op("Attention forward pass", dict.fromkeys(("cuda", "cpu"), ["16,12,64,64"]), seqlens=SEQLENS,
                form=f"{DENSE}, also with ' v HEAD_DIM' behind it", more=r"(v [1-9]\d*)?",
-               default_impls=tuple(name for name in IMPLS if name != "cuda"), dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES,
-               has_host_cost=True)
+               default_impls=tuple(name for name in IMPLS if name != "cuda"), dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES)
 BACKWARD = ATTENTION._replace(title="Attention backward pass", impls=GRADIENTS, dtypes=DTYPE_NAMES,
-                              gradients=backward_of, has_host_cost=False)
+                              gradients=backward_of)
 VARLEN = Op("Attention of packed batches", {
     # Packed batches of 16 query heads and 4 key heads, then dense ones of about as many tokens.
     "cuda": ["16 of 64..4096,16,128,4", "32 x 512,16,128,4", "8192 + 64 x 128,16,128,4",
              "18,16,2048,128,4,2048", "32,16,512,128,4,512", "2,16,8192,128,4,8192"],
     "cpu": ["64 + 2 x 32 + 7,4,64,2", "2,4,64,64,2,64"]}, form=f"LENGTHS,H,D,Hk or {DENSE}", more="packed",
     default_impls=(*OURS, "torch:varlen", "torch:cudnn", "torch:flash"), default_dtypes="bfloat16",
-    default_causal="both", baseline="torch:varlen", has_host_cost=True)
+    default_causal="both", baseline="torch:varlen")
 DECODING = Op("Attention to caches", {
     "cuda": [*(size + page for size in CACHES for page in ("", " page 16", " page 64", " page 128")),
              "8,32,1,128,8,8192 page 1", "8,32,1,128,8,8192 page 8",
@@ -91,11 +89,10 @@ MASKING = Op("Attention with block masks", {
 OPS = {
     "attention": ATTENTION,
     "backward": BACKWARD,
-    "forward_backward": BACKWARD._replace(title="Attention forward and backward pass", gradients=step_of,
-                                          has_host_cost=True),
+    "forward_backward": BACKWARD._replace(title="Attention forward and backward pass", gradients=step_of),
     "varlen": VARLEN,
     "varlen_backward": VARLEN._replace(title="Attention backward pass of packed batches", impls=GRADIENTS,
-                                       gradients=backward_of, has_host_cost=False),
+                                       gradients=backward_of),
     "window": Op("Attention with sliding windows and sinks", {
         "cuda": ["1,16,16384,128,4,16384 window 512", "1,16,16384,128,4,16384 window 4096", "1,16,16384,128,4,16384",
                  "1,16,16384,128,4,16384 sinks", "8,16,2048,128,4,2048", "8,16,2048,128,4,2048 sinks"],
@@ -142,16 +139,6 @@ def parse_args(program, argv, device, description):
     default_impls = [name for name in op.default_impls or impls if name in impls]
     parser = argparse.ArgumentParser(prog=program, description=description, parents=[ops])
 
-    def add(name, parse=None, **options):
-        """Adds an option. parse raises ValueError, whose text becomes the error's."""
-        def parsed(text):
-            try:
-                return parse(text)
-            except ValueError as error:
-                raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-
-        parser.add_argument(name, **options, **{"type": parsed} if parse else {})
-
     def one_of(*names):
         return lambda text: [x if x in names else fail(f"{x!r} is none of {', '.join(names)}") for x in text.split(",")]
 
@@ -162,44 +149,42 @@ def parse_args(program, argv, device, description):
     def shares(text):
         return [float(x) if 0 < float(x) < 1 else fail(f"{x} is not between 0 and 1") for x in text.split(",")]
 
-    add("--shape", op.shape_of, action="append", metavar=op.form.split(" or ")[0], dest="shapes",
+    add = parser.add_argument
+    add("--shape", type=op.shape_of, action="append", metavar=op.form.split(" or ")[0], dest="shapes",
         help=f"{op.form}; may be repeated (default: {' '.join(op.shapes[device])})")
-    add("--dtype", one_of(*op.dtypes), default=op.default_dtypes, metavar="DTYPE,...", dest="dtypes",
+    add("--dtype", type=one_of(*op.dtypes), default=op.default_dtypes, metavar="DTYPE,...", dest="dtypes",
         help=f"of {', '.join(op.dtypes)} (default: %(default)s)")
-    add("--impls", one_of(*impls), metavar="NAME,...", default=default_impls,
+    add("--impls", type=one_of(*impls), metavar="NAME,...", default=default_impls,
         help=f"default: {','.join(default_impls)}")
-    add("--rounds", count, metavar="N", default=1,
+    add("--rounds", type=count, metavar="N", default=1,
         help="time everything N times over and take the median round, to compare settings (default: %(default)s)")
-    add("--json", file(".json"), metavar="FILE", help="write all rows")
+    add("--json", type=file(".json"), metavar="FILE", help="write all rows")
     if op.rate != "ms":
-        add("--plot", file(".png", ".svg"), action="append", metavar="FILE", default=[], dest="plots",
+        add("--plot", type=file(".png", ".svg"), action="append", metavar="FILE", default=[], dest="plots",
             help="draw TFLOP/s, or GB/s of caches; may be repeated")
-    add("--trace", file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
+    add("--trace", type=file(".json"), metavar="FILE", help="write a Chrome trace of one call of each")
     add("--profile", action=argparse.BooleanOptionalAction, default=False, help="also print the profiler's tables")
-    parser.set_defaults(causal="no", plots=[], seqlens=[], host_cost=False, deterministic=False, dropout_p=[])
+    add("--host-cost", action="store_true", help="also measure the host's time for a small call")
+    parser.set_defaults(causal="no", plots=[], seqlens=[], deterministic=False, dropout_p=[])
     if op.default_causal:
         add("--causal", nargs="?", const="yes", default=op.default_causal, choices=CAUSALS,
             help="mask the future (bottom-right aligned); both: with and without (default: %(default)s)")
     if op.seqlens:
-        add("--seqlens", lambda text: ints(text.split(",") if text else []), metavar="S,S,...",
+        add("--seqlens", type=lambda text: ints(text.split(",") if text else []), metavar="S,S,...",
             default=op.seqlens[device],
             help="sweep the first shape over these lengths, '' for none (default: %(default)s)")
-    if op.has_host_cost:
-        add("--host-cost", action="store_true", help="also measure the host's time for a small call")
     if op is BACKWARD:
         add("--deterministic", action="store_true", help="time each shape also with deterministic gradients")
-        add("--dropout-p", shares, metavar="P,P,...", help="time each shape also with dropout")
+        add("--dropout-p", type=shares, metavar="P,P,...", help="time each shape also with dropout")
     args = parser.parse_args(argv)
     args.op, args.causals = op, CAUSALS[args.causal]
     kinds = "", *["deterministic"] * args.deterministic, *(f"dropout {p:g}" for p in args.dropout_p)
     shapes = args.shapes or [op.shape_of(text) for text in op.shapes[device]]
-    args.shapes = [shape._replace(more=kind) if kind else shape for shape in shapes for kind in kinds]
+    sweep = [shapes[0]._replace(seqlen_q=x, seqlen_k=x) for x in args.seqlens]
+    variants = [shape._replace(more=kind) if kind else shape for shape in shapes for kind in kinds]
+    args.shapes = list(dict.fromkeys(variants + sweep))
     if args.host_cost and device == "cpu":
         parser.error("argument --host-cost: needs a GPU")
     if True in args.causals and any(shape.seqlen_q > shape.seqlen_k for shape in args.shapes):
         parser.error("argument --causal: needs Sq <= Sk, otherwise there are rows without a key")
     return args
-
-
-def fail(message):
-    raise ValueError(message)

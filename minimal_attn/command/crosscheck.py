@@ -3,6 +3,7 @@
 The tests of the source tree hold far more cases by the same rule.
 """
 
+import itertools
 import math
 import warnings
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import flash_attention, load, reference_attention
@@ -46,43 +48,36 @@ CHECKS = [
 def run() -> int:
     """Check and print a table of the largest errors. The exit code: 0 if all is right, else 1."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    console = Console(highlight=False)
-    why_not = {name: backend.why_not(device) for name, backend in BACKENDS.items() if name != "reference"}
-    backends = [name for name, reason in why_not.items() if reason is None]
-    for name, reason in why_not.items():
-        if reason is not None:
-            console.print(f"{name} is left out: {reason}", markup=False, soft_wrap=True)
-    title = f"Largest error against fp64, on {torch.cuda.get_device_name() if device.type == 'cuda' else 'the CPU'}"
-    table = Table("check", "dtype", "allowed", *backends, title=title, box=SIMPLE_HEAD)
-    failures = []
-    jobs = [(check, dtype) for check in CHECKS for dtype in DTYPES]
-    unusable = {}  # {backend: why}
+    console, backends, failures = Console(highlight=False, markup=False), [], []
+    for name in (name for name in BACKENDS if name != "reference"):
+        if (why_not := BACKENDS[name].why_not(device)) is None:
+            backends.append(name)
+        else:
+            console.print(f"{name} is left out: {why_not}", soft_wrap=True)
     if "cuda" in backends:
         try:
-            load()  # here, for its own moving line; if it fails, the other backends are judged all the same
+            load()  # once; if it fails, the other backends are judged all the same
         except Exception as error:
-            unusable["cuda"] = in_one_line(error)
-    for check, dtype in watched(jobs, lambda job: f"checking {job[0].name} in {job[1]}", console):
+            backends.remove("cuda")
+            failures.append(f"cuda: {error}")
+    title = f"Largest error against fp64, on {torch.cuda.get_device_name() if device.type == 'cuda' else 'the CPU'}"
+    table = Table("check", "dtype", "allowed", *backends, title=title, box=SIMPLE_HEAD)
+    jobs, right = list(itertools.product(CHECKS, DTYPES)), 0
+    for check, dtype in watched(jobs, "checking", console):
         inputs, cells = Inputs(check, dtype, device), []
         for backend in backends:
-            error, failure = (math.nan, unusable[backend]) if backend in unusable else inputs.judge(backend)
-            cells.append("[red]FAILED[/]" if failure else f"[green]{error:.1e}[/]")
-            if failure:
-                where = backend if backend in unusable else f"{backend}, {check.name}, {inputs.dtype}"
-                failures.append(f"{where}: {failure}")
+            try:
+                cells.append(Text(f"{inputs.judge(backend):.1e}", "green"))
+                right += 1
+            except Exception as error:
+                cells.append(Text("FAILED", "red"))
+                failures.append(f"{backend}, {check.name}, {inputs.dtype}: {error}")
         table.add_row(check.name, inputs.dtype, f"{inputs.allowed:.1e}", *cells)
     console.print(table)
-    console.print("The column allowed is for our backends. torch may have twice that error: its fast kernels round "
-                  "more often.", soft_wrap=True)
-    for failure in dict.fromkeys(failures):  # what is unusable is told once
-        console.print(failure, markup=False, soft_wrap=True)
-    count = len(jobs) * len(backends)
-    console.print(f"{count - len(failures)} of {count} are right", style="green" if not failures else "red")
+    console.print("The column allowed is for our backends. torch may have twice that error: its fast kernels round more "
+                  "often.", *(failure.splitlines()[0] for failure in failures), sep="\n", soft_wrap=True)
+    console.print(f"{right} of {len(jobs) * len(backends)} are right", style="red" if failures else "green")
     return int(bool(failures))
-
-
-def in_one_line(error):
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 class Inputs:
@@ -101,20 +96,17 @@ class Inputs:
         self.allowed = allowed_error(base, self.out)
 
     def judge(self, backend):
-        """(the largest error of out, None), or (NaN, what is wrong)."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of what is slow, which is not the matter here
-                out, lse = flash_attention(*self.qkv, **self.options, return_lse=True, backend=backend)
-        except Exception as error:
-            return math.nan, in_one_line(error)
+        """The largest error of out. ValueError says what is wrong."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is slow, which is not the matter here
+            out, lse = flash_attention(*self.qkv, **self.options, return_lse=True, backend=backend)
         error = (out.double() - self.out).abs().max().item()
         # The rule is for our own kernels: torch's fast ones can be a little worse than its MATH backend allows.
         allowed = self.allowed * (2 if backend == "torch" else 1)
         if not error <= allowed:  # NaN is wrong
-            return math.nan, f"max error {error:.2e}, allowed {allowed:.2e}"
+            raise ValueError(f"max error {error:.2e}, allowed {allowed:.2e}")
         # A few roundings of fp32, at the size of the largest: a small lse may be the sum of large products.
         atol = 3e-6 + 5e-7 * self.lse[self.lse > -math.inf].abs().max().item()
         if not torch.allclose(lse.double(), self.lse, 2e-6, atol):  # -inf is close to -inf alone
-            return math.nan, "lse is wrong"
-        return error, None
+            raise ValueError("lse is wrong")
+        return error

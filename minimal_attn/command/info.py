@@ -44,7 +44,7 @@ def print_info() -> None:
     """Print all facts as plain text."""
     from .. import __version__
 
-    print(f"minimal_attn:        {__version__}, in {_short(_build.PACKAGE)}")
+    print(f"minimal_attn:        {__version__}, in {_build.PACKAGE}")
     print(f"Versions:            Python {platform.python_version()}, torch {torch.__version__}, Triton "
           f"{triton_version() or 'none'}, CUDA {torch.version.cuda or 'none'}, driver {driver_version() or 'none'}\n")
     if not torch.cuda.is_available():
@@ -65,7 +65,7 @@ def print_info() -> None:
         print(f"  {name:<18} " + "".join(f"{_serves(dtype, d, built):<14}" for d in HEAD_DIMS).rstrip())
 
     print("\nPlaces")
-    print(f"  csrc               {_short(built) if built else f'{_short(_build.build_directory())}, on first use'}")
+    print(f"  csrc               {built or f'{_build.build_directory()}, on first use'}")
     print(f"  Triton's choices   {_choices()}")
 
 
@@ -82,8 +82,4 @@ def _choices():
         from triton_ref.autotune import cache_dir
     except ImportError as error:
         return f"none: {error}"
-    return _short(cache_dir())
-
-
-def _short(path):
-    return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else path
+    return cache_dir()

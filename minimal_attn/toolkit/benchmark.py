@@ -7,7 +7,7 @@ import functools
 import gc
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,10 @@ def benchmark_fn(fn: Callable, *args: Any, warmup: int = 25, rep: int = 100, qua
     if gpu is None:
         times = [1e3 * seconds for seconds in timeit.repeat(call, number=1, repeat=rep, timer=time.perf_counter)]
     else:
-        times = _gpu_times(call, rep, gpu)
-    wanted = torch.tensor(quantiles or QUANTILES, dtype=torch.float64)
-    return tuple(torch.tensor(times, dtype=torch.float64).quantile(wanted).tolist())
+        with torch.cuda.device(gpu):
+            cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=gpu)
+            times = gpu_times(call, rep, lambda: [cache.zero_() for _ in range(CACHE_WRITES)])
+    return quantiles_of(times, quantiles or QUANTILES)
 
 
 def peak_bytes(fn: Callable, *args: Any, **kwargs: Any) -> int | None:
@@ -62,18 +63,21 @@ def _gpu_of(*args: Any) -> torch.device | None:
     return next((device for device in devices if device.type == "cuda"), None)
 
 
-def _gpu_times(call: Callable, rep: int, gpu: torch.device) -> list[float]:
-    with torch.cuda.device(gpu):
-        cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=gpu)
-        spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rep)]
-        for start, end in spans:
-            for _ in range(CACHE_WRITES):
-                cache.zero_()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
+def gpu_times(call: Callable, rep: int, prepare: Callable = lambda: None) -> list[float]:
+    """ms of each of rep calls in a row on the current stream, with prepare() before each."""
+    spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rep)]
+    for start, end in spans:
+        prepare()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in spans]
+
+
+def quantiles_of(times: Iterable[float], quantiles: Iterable[float] = QUANTILES) -> tuple[float, ...]:
+    times, quantiles = (torch.tensor([*x], dtype=torch.float64) for x in (times, quantiles))
+    return tuple(times.quantile(quantiles).tolist())
 
 
 @dataclass
