@@ -1,4 +1,4 @@
-# make demo: build csrc, check every implementation on this machine and, on a GPU, time them; PROFILE=1: profiles too
+# make demo: build csrc, check and time every implementation on this machine; PROFILE=1: profiles too
 # make test: run the tests that take seconds, on all cores (WORKERS=... processes): about 5 minutes on two cores
 # make test-all: run all tests
 # make gpu-record: run all tests that one GPU has a part in, and write tests/gpu_record/; some of them: PARTS="caches tools"

@@ -12,7 +12,6 @@ import re
 from functools import cache, reduce
 from pathlib import Path
 from statistics import geometric_mean
-from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 NAMES = {"cuda:sm90": "sm90", "cuda:sm80": "sm80", "cuda:dmma": "dmma", "cuda:simt": "simt", "torch:flash": "FA2",
@@ -29,28 +28,11 @@ OPERATORS = {"=": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": opera
 
 @cache
 def record(name):
-    """The JSON of a record; its meta has the number of rounds. "tests" is the record of the tests on a GPU."""
-    if name == "tests":
-        return {"meta": gpu_record()}
+    """The JSON of a record; its meta has the number of rounds."""
     content = json.loads((ROOT / "benchmarks/h200" / f"{name}.json").read_text())
     found = re.search(r"--rounds (\d+)", content["meta"]["command"])
     content["meta"].setdefault("rounds", int(found[1]) if found else 1)
-    if name == "host_forward":  # how many times as long as in the other run, or as short
-        other, one = record("sm80")["meta"]["host_us"], content["meta"]["host_us"]
-        content["meta"]["apart"] = max(max(one[x] / other[x], other[x] / one[x]) for x in one.keys() & other.keys())
     return content
-
-
-def gpu_record():
-    """Facts of the tests that ran on a GPU, of which the last outcome counts, and what they handed over."""
-    suites = [ElementTree.parse(file).getroot()[0] for file in (ROOT / "tests/gpu_record").glob("*.xml")]
-    suites.sort(key=lambda suite: suite.get("timestamp"))
-    tests = {(x.get("classname"), x.get("name")): x for suite in suites for x in suite.iter("testcase")}
-    found = {x.get("name"): float(x.get("value")) for suite in suites for x in suite.iterfind("testcase//property")}
-    skipped = sum(x.find("skipped") is not None for x in tests.values())
-    return {"passed": len(tests) - skipped, "skipped": skipped,
-            "minutes": sum(float(x.get("time")) for x in suites) / 60,
-            "kib": max(x for name, x in found.items() if name.startswith("bytes beyond inputs")) / 1024}
 
 
 @cache
@@ -84,18 +66,14 @@ def rows_of(name):
             row["seqlen_k"] = row["seqlen_q"]
         elif row.get("op") == "decode_step":
             row["within_us"] = row["step_us"] - row["without_attention_us"]
-    if name == "triton":
-        rows += fastest_of(rows, "best", ("Flex", "FA2"))
-    if name.startswith("short") or name == "tiny":
-        rows += fastest_of(rows, "best", ("cuDNN", "FA2"))
-    if name == "fp32":
-        rows += fastest_of(rows, "ours", ("dmma", "simt"))
     if name == "forward":
         rows += elsewhere(rows, "best", "cuDNN", "best", "cudnn", "forward")
     if name.endswith("_fa3"):
         rows += elsewhere(rows, "FA4", "FA3", "fa4", "fa3", name.removesuffix("_fa3"))
-        rows += fastest_of(rows, "best", ("cuDNN", "FA3", "FA4"))
-    return rows
+    found = {"triton": ("Flex", "FA2"), "short": ("cuDNN", "FA2"), "short_backward": ("cuDNN", "FA2"),
+             "tiny": ("cuDNN", "FA2"), "forward_fa3": ("cuDNN", "FA3", "FA4"), "backward_fa3": ("cuDNN", "FA3", "FA4")}
+    rows += fastest_of(rows, "best", found.get(name, ()))
+    return rows + fastest_of(rows, "ours", ("dmma", "simt"))
 
 
 def of(text):
@@ -134,12 +112,12 @@ def fastest_of(rows, name, impls):
 
 def peers():
     """Rows of peers.json, measured on another H200. ms is one over TFLOP/s, for ratios."""
-    content = json.loads((ROOT / "benchmarks/peers.json").read_text())
+    content, impls = json.loads((ROOT / "benchmarks/peers.json").read_text()), ("cudnn", "fa3", "fa4")
     rows = [{"impl": impl, "pass": which, "head_dim": row["head_dim"], "causal": row["causal"],
              "seqlen_q": row["seqlen"], "ms": 1 / row[impl]}
             for which, key in (("forward", "rows"), ("backward", "backward")) for row in content[key]
-            for impl in ("cudnn", "fa3", "fa4") if row.get(impl)]
-    return rows + fastest_of(rows, "best", ("cudnn", "fa3", "fa4"))
+            for impl in impls if row.get(impl)]
+    return rows + fastest_of(rows, "best", impls)
 
 
 def elsewhere(rows, name, impl, peer, base, which):
@@ -190,7 +168,7 @@ def only(numbers):
     return number
 
 
-STATS = {"mean": geometric_mean, "least": min, "most": max, "count": len, "span": lambda x: (min(x), max(x)),
+STATS = {"mean": geometric_mean, "most": max, "count": len, "span": lambda x: (min(x), max(x)),
          "value": only}
 
 

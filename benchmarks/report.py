@@ -7,10 +7,10 @@ from recorded import table, values
 # A quantity as recorded.py describes it, and the goals for the mean and for the least of its values.
 GOALS = [
     ("forward.sm90,dtype=any / cuDNN", 1.05, None), ("forward.sm90,dtype=any / FA2", 1.8, None),
-    ("sm80.sm80,dtype=any / FA2", 1.05, None),
-    ("backward.sm90 / cuDNN", 1.1, None), ("backward.sm90 / FA2", 1.8, None), ("backward.sm80 / FA2", 1, None),
-    ("backward.triton / FA2", 1.1, None), ("backward_heads.sm80 / FA2", None, 1),
-    ("backward_heads.sm90,S=8192 / cuDNN", None, 1.05), ("forward_backward.sm90 / cuDNN", 1.2, 1.1),
+    ("sm80.sm80,dtype=any / FA2", 1.05, None), ("backward.sm90 / cuDNN", 1.1, None),
+    ("backward.sm90 / FA2", 1.8, None), ("backward.sm80 / FA2", 1, None), ("backward.triton / FA2", 1.1, None),
+    ("backward_heads.sm80 / FA2", None, 1), ("backward_heads.sm90,S=8192 / cuDNN", None, 1.05),
+    ("forward_backward.sm90 / cuDNN", 1.2, 1.1),
     ("triton.triton,dtype=any / FA2", 1.4, None), ("triton.triton,dtype=any / Flex", 1.1, None),
     ("fp32.dmma / efficient", None, None), ("matmul.triton,dtype=any / cublas", None, None),
     ("decode.cuda / read", None, None), ("decode.triton / read", None, None),

@@ -2,15 +2,10 @@
 
     python benchmarks/serving.py --json benchmarks/h200/serving.json
 
-Requests: N of them arrive at once, with prompts of equal length. A step reads one prompt, so one request more begins in
-each step. Their new tokens are divided by the time until the last one ends: the median of three runs after a warm-up.
-
-Decode step, by CUDA graphs. A call of attention appends a token, rotates, and attends to the cache.
- - The step less the same step with attention that returns q is what attention costs within a model.
- - The calls of attention, each after a read of the weights of a layer, less these reads are what it costs by itself.
-   Without the reads a part of a small cache would still be in L2.
-
-On a CPU the model is tiny, for the tests. Read next: ../examples/generate.py.
+Tokens per second: N requests arrive at once, with prompts of equal length, one of which is read in each step. A decode
+step is a CUDA graph. The step less the same step with attention that returns q is what attention costs within a model.
+Its calls, each after a read of the weights of a layer, less these reads are what it costs by itself: without the reads,
+a part of a small cache would still be in L2. On a CPU the model is tiny, for the tests.
 """
 
 import argparse
@@ -32,27 +27,27 @@ from rich.console import Console  # noqa: E402
 from examples import generate  # noqa: E402
 from examples.tiny_lm import VOCABULARY, TinyLM  # noqa: E402
 from minimal_attn.bench.measure import environment, write_json  # noqa: E402
+from minimal_attn.bench.options import file  # noqa: E402
 from minimal_attn.cli import guarded  # noqa: E402
-from minimal_attn.toolkit.benchmark import benchmark_fn  # noqa: E402
+from minimal_attn.toolkit.benchmark import benchmark_fn, captured  # noqa: E402
 
 MODEL = {device: {name: sizes[i] for name, sizes in generate.MODEL.items()} for i, device in enumerate(("cuda", "cpu"))}
 IMPLS = {"cuda": ["cuda", "triton"], "cpu": ["torch"]}  # backends of attention_with_kvcache
 REQUESTS = {"cuda": [1, 2, 4, 8, 16, 32, 64], "cpu": [1, 2]}
 PROMPT, NEW = {"cuda": 512, "cpu": 8}, {"cuda": 128, "cpu": 4}
-DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 STEPS = {"cuda": [(1, 4096), (8, 4096), (64, 1024), (64, 4096), (8, 32768)], "cpu": [(2, 32)]}  # (samples, keys)
-RUNS, ROUNDS, REPLAY_MS = 3, 5, 100
-EXAMPLE = {"cuda": [], "cpu": ["--requests", "3"]}  # the options of the example, whose output is recorded
+RUNS, ROUNDS = 3, 5
 
 
 def make_model(device, max_seqlen):
     torch.manual_seed(0)
-    return TinyLM(**MODEL[device], max_seqlen=max_seqlen).to(device, DTYPES[device])
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return TinyLM(**MODEL[device], max_seqlen=max_seqlen).to(device, dtype)
 
 
 def make_server(model, num_samples, seqlen_k, backend):
-    num_pages = num_samples * generate.pages_of(seqlen_k)
-    return generate.Server(model, num_pages, PROMPT[model.head.weight.device.type], num_samples, backend)
+    prompt, num_pages = PROMPT[model.head.weight.device.type], num_samples * generate.pages_of(seqlen_k)
+    return generate.Server(model, num_pages, prompt, num_samples, backend)
 
 
 def tokens_per_s(model, num_requests, backend):
@@ -94,22 +89,12 @@ def step_us(model, samples, seqlen_k, backend):
             attend(samples, 1, layer, *qkv.transpose(0, 1)[None].split(heads, 1))  # views, as in the model
 
     calls = step, partial(step, attend=lambda *inputs: inputs[3]), reads, partial(reads, server.attend)
-    calls = [replayed(call) if server.graphs else call for call in calls]
-    times = []
-    for _ in range(ROUNDS):
-        reps = [max(3, int(REPLAY_MS / benchmark_fn(call, warmup=1, rep=3)[0])) for call in calls]
-        times.append([1e3 * benchmark_fn(call, warmup=0, rep=rep)[0] for call, rep in zip(calls, reps)])
+    calls = [captured(call).replay if server.graphs else call for call in calls]
+    rep = 100 if server.graphs else 3
+    times = [[1e3 * benchmark_fn(call, warmup=3, rep=rep)[0] for call in calls] for _ in range(ROUNDS)]
     step_us, without_us, reads_us, both_us = map(statistics.median, zip(*times))
     us = {"step_us": step_us, "without_attention_us": without_us, "attention_us": both_us - reads_us}
     return {name: float(f"{x:.6g}") for name, x in us.items()}
-
-
-def replayed(call):
-    call()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-        call()
-    return graph.replay
 
 
 def make_rows(device, impls):
@@ -132,11 +117,11 @@ def main(argv):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--impls", nargs="+", choices=generate.BACKENDS, default=IMPLS[device])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows into it")
+    parser.add_argument("--json", type=file(".json"), metavar="FILE", help="write the rows into it")
     args = parser.parse_args(argv)
     meta = environment(device, "python benchmarks/serving.py", argv)
     with redirect_stdout(io.StringIO()) as printed:
-        generate.main(EXAMPLE[device])
+        generate.main([] if device == "cuda" else ["--requests", "3"])
     meta |= {"model": MODEL[device], "prompt": PROMPT[device], "new_tokens": NEW[device],
              "transcript": [*map(str.rstrip, printed.getvalue().splitlines())]}
     rows = make_rows(device, args.impls)

@@ -2,19 +2,17 @@
 
     python benchmarks/vllm_steps.py
 
-tests/integrations/vllm_steps.json says for some layers where the rows and keys of each step are, and the slots of new
-keys. The layer is that of minimal_attn/integrations/vllm.py. It needs nothing of vLLM but names, which stand here.
-
-Timed are steps that decode, with the layer of a large model: 32 query heads, 8 key heads, head_dim 128, and 64 times
-as many keys as recorded. A call is the replay of a CUDA graph. The columns of the host are what a layer takes of it
-outside of graphs. torch's scaled_dot_product_attention gets a copy of the pages; it has no sinks and no softcap. On a
-CPU all is small, for the tests.
+The layer is that of minimal_attn/integrations/vllm.py. It needs nothing of vLLM but names, which stand here. Timed are
+steps that decode, with the heads of a large model and 64 times as many keys as recorded. A call is the replay of a CUDA
+graph. The columns of the host are what a layer takes of it outside of graphs. torch's scaled_dot_product_attention gets
+a copy of the pages; it has no sinks and no softcap. On a CPU all is small, for the tests.
 """
 
 import importlib
 import json
 import sys
 import timeit
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Generic, TypeVar
@@ -27,13 +25,12 @@ import torch  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
 import minimal_attn.integrations  # noqa: E402, F401
-from minimal_attn.toolkit.benchmark import benchmark_fn  # noqa: E402
+from minimal_attn.toolkit.benchmark import benchmark_fn, captured  # noqa: E402
 
 RECORDED = json.loads((ROOT / "tests" / "integrations" / "vllm_steps.json").read_text())
 TIMED = "gqa-pages_16-0", "gqa-pages_32-0", "gqa-pages_128-0", "gqa-drafts-0", "window-ours-0"
-LARGE = {"cuda": dict(num_heads=32, nheads_k=8, head_dim=128, times=64), "cpu": dict(num_heads=4, nheads_k=2,
-                                                                                    head_dim=16, times=1)}
-HOST_CALLS = {"cuda": 500, "cpu": 3}
+# Heads of q, heads of k, head_dim, and how many times as many keys.
+LARGE = {"cuda": (32, 8, 128, 64), "cpu": (4, 2, 16, 1)}
 
 
 def load_integration():
@@ -143,32 +140,21 @@ def by_torch(replay):
     return call
 
 
-def timed(call, device):
-    """Microseconds of a call: of its CUDA graph on a GPU."""
-    if device == "cuda":
-        for _ in range(3):
-            call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        call = graph.replay
-    return 1e3 * benchmark_fn(call, warmup=3, rep=100 if device == "cuda" else 3)[0]
-
-
 @torch.inference_mode()
 def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print("layer            samples rows  keys | graph, µs: append and attend, torch | host, µs: attend, append")
     for name in TIMED:
-        replay = Replay(enlarged(RECORDED[name], **LARGE[device]), device,
+        replay = Replay(enlarged(RECORDED[name], *LARGE[device]), device,
                         torch.bfloat16 if device == "cuda" else torch.float32, load_integration())
         replay.cache.normal_(generator=replay.generator)
         (starts, longest, lengths, *_), = replay.layer["steps"]
         replay.fill(replay.layer["steps"][0])
-        ours, others = timed(lambda: replay.run(longest), device), timed(by_torch(replay), device)
-        whole, update = (1e6 * timeit.timeit(f, number=HOST_CALLS[device]) / HOST_CALLS[device] for f in (
-            lambda: replay.run(longest),
-            lambda: replay.attend.do_kv_cache_update(None, replay.k, replay.v, replay.cache, replay.slots)))
+        run, number = partial(replay.run, longest), 500 if device == "cuda" else 3
+        calls = [captured(call).replay if device == "cuda" else call for call in (run, by_torch(replay))]
+        ours, others = (1e3 * benchmark_fn(call, warmup=3, rep=number)[0] for call in calls)
+        update = partial(replay.attend.do_kv_cache_update, None, replay.k, replay.v, replay.cache, replay.slots)
+        whole, update = (1e6 * timeit.timeit(call, number=number) / number for call in (run, update))
         print(f"{name:16} {len(lengths):7} {starts[-1]:4} {max(lengths):5} | {ours:27.1f} {others:8.1f} | "
               f"{whole - update:15.0f} {update:7.0f}")
 

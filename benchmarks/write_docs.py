@@ -1,12 +1,10 @@
-"""Fill the recorded numbers into README.md and docs/, and draw their pictures. People write the pages, with places for
-numbers in them.
+"""Fill the recorded numbers into README.md and docs/, and draw their pictures.
 
     python benchmarks/write_docs.py            # rewrite what is stale
     python benchmarks/write_docs.py --check    # change nothing; exit code 1 if a file is stale
 
-A comment such as `<!-- span .2f: forward.sm90 / cuDNN -->` stands before a number, not at the beginning of a line. It
-has a key of recorded.STATS, a format or none, and a quantity; recorded.py describes it. `<!-- meta: forward.rounds -->`
-is a fact of a record. The lines between `<!-- begin NAME -->` and `<!-- end NAME -->` are the table NAME of this file.
+A comment `<!-- STAT FORMAT: QUANTITY -->` stands before a number: a key of recorded.STATS or `meta`, a format or none,
+and a quantity as recorded.py describes it. TABLES has what stands between `<!-- begin NAME -->` and its `end`.
 A picture is stale when the digest that it holds is not that of its numbers and of the code that draws it.
 """
 
@@ -26,7 +24,7 @@ from minimal_attn.bench.tables import number  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->\n)", re.DOTALL)
-NUMBER = re.compile(r"(<!-- (mean|least|most|count|span|value|meta)(?: ([,.\w]+))?: ((?:(?!-->).)*?) -->)"
+NUMBER = re.compile(r"(<!-- (mean|most|count|span|value|meta)(?: ([,.\w]+))?: ((?:(?!-->).)*?) -->)"
                     r"\d(?:[\d,]*\d)?(?:\.\d+)?(?: to \d+(?:\.\d+)?)?")
 
 
@@ -53,9 +51,10 @@ def column(text, key, form):
 
 
 def speeds(rows, head, columns, key="tflops", form=".0f"):
-    """A table with a line for each setting. head: the columns that make a setting, as `S` or `heading=column`. columns:
-    as column() has them."""
+    """A table with a line for each setting. rows: themselves, or what of() takes. head: the columns of a setting, as `S`
+    or `heading=column`. columns: as column() has them."""
     heads = [x.rpartition("=") for x in head.split("|")]
+    rows = of(rows) if isinstance(rows, str) else rows
     lines = by_setting(rows, *(COLUMNS.get(x, x) for *_, x in heads)).items()
     columns = [column(text, key, form) for text in columns.split("|")]
     return table([*(heading or x for heading, _, x in heads), *(heading for heading, _ in columns)],
@@ -63,10 +62,17 @@ def speeds(rows, head, columns, key="tflops", form=".0f"):
                   for setting, impls in (sorted(lines) if head.startswith("head_dim") else lines)])
 
 
-SIZE = "head_dim|causal|S"
+SIZE, CALL, OURS = "head_dim|causal|S", "B|H|S|D|causal", ("cuda", "triton")
 BESIDE_TORCH = "sm90|cuDNN|FA2|sm90 / cuDNN|sm90 / FA2"
 BESIDE_FA3 = "sm90|FA3|cuDNN|sm90 / FA3|sm90 / cuDNN"
+BLOCK_MASKS = "sm90|from_torch|native|triton|Flex|sm90 / native|sm90 / Flex|triton / Flex"
+READ = "MB=read;mb;d|read, GB/s=read;gbps;.0f"
 PASSES = {"forward": "forward pass", "step": "training step"}  # of whole models
+
+
+def each(texts, names):
+    """Columns for each of some names, which stand where a text says {}."""
+    return "|".join(text.format(name) for name in names for text in texts.split("|"))
 
 
 def fp32():
@@ -83,12 +89,11 @@ def beside(rows, others, *columns):
     return [dict(row, other=other, share=row["tflops"] / other) for row, other in pairs]
 
 
-def packed(name, dense_op, ours, *others):
+def packed(name, dense_op, ours, others):
     """The last columns are the dense rate of ours and what a packed batch reaches of it."""
     rows = beside(of(f"{name},op={name}"), of(f"{name},op={dense_op}"), "seqlen_q", "causal")
-    return speeds(rows, "lengths|causal", "|".join([
-        ours, *others, "triton", "varlen_attn", f"{ours} / varlen_attn", "triton / varlen_attn",
-        f"{ours}, dense={ours};other;.0f", f"{ours} / dense={ours};share;.2f"]))
+    return speeds(rows, "lengths|causal", f"{ours}{others}|triton|varlen_attn|{ours} / varlen_attn|triton / varlen_attn"
+                  f"|{ours}, dense={ours};other;.0f|{ours} / dense={ours};share;.2f")
 
 
 def scores():
@@ -97,15 +102,12 @@ def scores():
                   "|triton / none=triton;share;.2f|sm90 / Flex|triton / Flex|sm90 / efficient")
 
 
-READ = "MB=read;mb;d|read, GB/s=read;gbps;.0f"
-
-
 def decode():
     """Calls of one token on full caches. Those with pages are columns of their own."""
     rows = [dict(row, impl=f"{row['impl']}, {row['page_size']}" if row["page_size"] else row["impl"])
             for row in of("decode,seqlen_q=1,lengths=full")]
-    impls = [f"{impl}{page}" for impl in ("cuda", "triton") for page in ("", ", 16", ", 64", ", 128")]
-    return speeds(rows, "B|H|Hk|S=seqlen_k", "|".join([READ, *(f"{x}={x} / read" for x in (*impls, "cuDNN", "FA2"))]))
+    pages = each("{0}|{0}, 16|{0}, 64|{0}, 128", OURS)
+    return speeds(rows, "B|H|Hk|S=seqlen_k", f"{READ}|" + each("{0}={0} / read", (*pages.split("|"), "cuDNN", "FA2")))
 
 
 def decode_more():
@@ -113,19 +115,7 @@ def decode_more():
     rows = [row for row in of("decode")
             if row["page_size"] in (1, 8) or row["seqlen_q"] != 1 or row["lengths"] != "full"]
     return speeds(rows, "B|H|S=seqlen_k|tokens=seqlen_q|page|lengths",
-                  f"{READ}|cuda=cuda / read|triton=triton / read|cuDNN=cuDNN / read|FA2=FA2 / read")
-
-
-def append():
-    return speeds(of("append"), "B|H|Hk|S=seqlen_k|page", "|".join(
-        f"{x}={x}:attend|{x}, append={x} - {x}:attend|{x}, append and rotary={x}:rotary - {x}:attend"
-        for x in ("cuda", "triton")), "us", ".1f")
-
-
-def mixed():
-    ways = {"one call": "", "two calls": ":apart", "with `flash_attention`": ":dense"}
-    columns = "|".join(f"{x}, {name}={x}{way}" for x in ("cuda", "triton") for name, way in ways.items())
-    return speeds(of("mixed"), "page", columns, "us", ".1f")
+                  f"{READ}|" + each("{0}={0} / read", ("cuda", "triton", "cuDNN", "FA2")))
 
 
 def backward_variants():
@@ -137,16 +127,17 @@ def backward_variants():
 
 def models():
     impls = "sdpa", "minimal_attn", "activated"
-    return speeds([row | {"pass": PASSES[row["pass"]]} for row in of("models")], "pass|tokens=seqlen", "|".join([
-        *(f"`{x}`={x}" for x in impls), *(f"`{x}` / `sdpa`={x} / sdpa" for x in impls[1:]),
-        *(f"attention, `{x}`={x};attention_ms;.1f" for x in impls)]), "ms", ".1f")
+    columns = each("`{0}`={0}", impls), each("`{0}` / `sdpa`={0} / sdpa", impls[1:]), \
+        each("attention, `{0}`={0};attention_ms;.1f", impls)
+    return speeds([row | {"pass": PASSES[row["pass"]]} for row in of("models")], "pass|tokens=seqlen",
+                  "|".join(columns), "ms", ".1f")
 
 
 def decode_step():
     rows = [dict(row, ratio=row["attention_us"] / row["within_us"]) for row in of("serving,op=decode_step")]
-    return speeds(rows, "samples|keys=seqlen_k", "|".join(
-        f"step, µs, `{x}`={x};step_us;.0f|in the step, `{x}`={x};within_us;.0f|alone, `{x}`={x};attention_us;.0f"
-        f"|ratio, `{x}`={x};ratio;.2f" for x in ("cuda", "triton")))
+    return speeds(rows, "samples|keys=seqlen_k", each(
+        "step, µs, `{0}`={0};step_us;.0f|in the step, `{0}`={0};within_us;.0f|alone, `{0}`={0};attention_us;.0f"
+        "|ratio, `{0}`={0};ratio;.2f", OURS))
 
 
 def triton():
@@ -158,8 +149,8 @@ def triton():
 def matmul():
     names = {"float16": "fp16", "bfloat16": "bf16"}
     rows = [dict(row, impl=f"{names[row['dtype']]} {row['impl']}") for row in of("matmul")]
-    return speeds(rows, "M=m|N=n|K=k", "|".join(f"{x} triton|{x} cuBLAS={x} cublas|{x} ratio={x} triton / {x} cublas"
-                                                for x in names.values()))
+    return speeds(rows, "M=m|N=n|K=k", each("{0} triton|{0} cuBLAS={0} cublas|{0} ratio={0} triton / {0} cublas",
+                                            names.values()))
 
 
 def training(name):
@@ -208,46 +199,44 @@ def ladder_backward():
                   "`flash_bwd_sm80.cu`=sm80|Triton=triton|FlashAttention-2=FA2|cuDNN")
 
 
+def transcript():
+    return "\n".join(["```text", *map(str.rstrip, record("serving")["meta"]["transcript"]), "```\n"])
+
+
+# {name: the arguments of speeds(), or a function that makes the table}
 TABLES = {
-    "results": lambda: speeds(of("forward,dtype=bfloat16,causal=yes,S!=8192"), "head_dim|S", BESIDE_TORCH),
-    "forward": lambda: speeds(of("forward,dtype=bfloat16"), SIZE, BESIDE_TORCH),
-    "forward_fa3": lambda: speeds(of("forward_fa3"), SIZE, BESIDE_FA3),
-    "backward_fa3": lambda: speeds(of("backward_fa3"), SIZE, BESIDE_FA3),
-    "heads": lambda: speeds(of("heads"), "B|H|Hk|S|D|causal", "sm90|cuDNN|sm90 / cuDNN"),
-    **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "sm90|cuDNN|FA2|sm90 / best")
-       for name in ("short", "short_backward")},
-    "tiny": lambda: speeds(of("tiny"), "B|H|S|D", "sm90|cuDNN|FA2|sm90 / best", "us", ".0f"),
-    **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "sm90|cuDNN|sm90 / cuDNN")
-       for name in ("mla_prefill", "mla_prefill_backward")},
-    **{name: lambda name=name: speeds(of(name), "B|H|S|D|causal", "cuda|FA2|cuda / FA2")
-       for name in ("unaligned", "unaligned_backward")},
-    "ampere": lambda: speeds(of("sm80,dtype=bfloat16,S!=8192"), SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
-    "varlen": lambda: packed("varlen", "forward", "sm90", "sm80"),
-    "varlen_backward": lambda: packed("varlen_backward", "backward", "sm80"),
-    **{name: lambda name=name: speeds(of(name), "D=head_dim|S|mask", "sm90|from_torch|native|triton|Flex"
-                                      "|sm90 / native|sm90 / Flex|triton / Flex")
-       for name in ("block_masks", "block_masks_backward")},
-    "window": lambda: speeds(of("window,op=window"), "window=window_size|S|causal",
-                             "sm90|sm80|triton|Flex|sm90 / Flex|triton / Flex", "ms", ".3f"),
-    "backward": lambda: speeds(of("backward,tokens=16384"), SIZE, "sm90|sm80|triton|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"
-                               "|sm80 / FA2|triton / FA2"),
-    "backward_heads": lambda: speeds(of("backward_heads"), "H|Hk|S|causal",
-                                     "sm90|sm80|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"),
-    "forward_backward": lambda: speeds(of("forward_backward"), SIZE, "sm90|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"),
-    "transcript": lambda: "\n".join(["```text", *map(str.rstrip, record("serving")["meta"]["transcript"]), "```\n"]),
-    "generate": lambda: speeds(of("serving,op=generate"), "requests",
-                               "`cuda`=cuda;tokens_per_s;,.0f|`triton`=triton;tokens_per_s;,.0f"),
-    **{x.__name__: x for x in (append, backward_variants, decode, decode_more, decode_step, fp32, host, ladder_backward,
-                               matmul, mixed, models, scores, triton)},
+    "results": ("forward,dtype=bfloat16,causal=yes,S!=8192", "head_dim|S", BESIDE_TORCH),
+    "forward": ("forward,dtype=bfloat16", SIZE, BESIDE_TORCH),
+    "forward_fa3": ("forward_fa3", SIZE, BESIDE_FA3), "backward_fa3": ("backward_fa3", SIZE, BESIDE_FA3),
+    "heads": ("heads", "B|H|Hk|S|D|causal", "sm90|cuDNN|sm90 / cuDNN"),
+    **{name: (name, CALL, "sm90|cuDNN|FA2|sm90 / best") for name in ("short", "short_backward")},
+    "tiny": ("tiny", "B|H|S|D", "sm90|cuDNN|FA2|sm90 / best", "us", ".0f"),
+    **{name: (name, CALL, "sm90|cuDNN|sm90 / cuDNN") for name in ("mla_prefill", "mla_prefill_backward")},
+    **{name: (name, CALL, "cuda|FA2|cuda / FA2") for name in ("unaligned", "unaligned_backward")},
+    "ampere": ("sm80,dtype=bfloat16,S!=8192", SIZE, "sm80|FA2|cuDNN|manual|sm80 / FA2"),
+    "varlen": partial(packed, "varlen", "forward", "sm90", "|sm80"),
+    "varlen_backward": partial(packed, "varlen_backward", "backward", "sm80", ""),
+    **{name: (name, "D=head_dim|S|mask", BLOCK_MASKS) for name in ("block_masks", "block_masks_backward")},
+    "window": ("window,op=window", "window=window_size|S|causal",
+               "sm90|sm80|triton|Flex|sm90 / Flex|triton / Flex", "ms", ".3f"),
+    "backward": ("backward,tokens=16384", SIZE,
+                 "sm90|sm80|triton|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN|sm80 / FA2|triton / FA2"),
+    "backward_heads": ("backward_heads", "H|Hk|S|causal", "sm90|sm80|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"),
+    "forward_backward": ("forward_backward", SIZE, "sm90|FA2|cuDNN|sm90 / FA2|sm90 / cuDNN"),
+    "append": ("append", "B|H|Hk|S=seqlen_k|page", each(
+        "{0}={0}:attend|{0}, append={0} - {0}:attend|{0}, append and rotary={0}:rotary - {0}:attend", OURS),
+        "us", ".1f"),
+    "mixed": ("mixed", "page", each(
+        "{0}, one call={0}|{0}, two calls={0}:apart|{0}, with `flash_attention`={0}:dense", OURS), "us", ".1f"),
+    "generate": ("serving,op=generate", "requests", each("`{0}`={0};tokens_per_s;,.0f", OURS)),
+    **{x.__name__: x for x in (backward_variants, decode, decode_more, decode_step, fp32, host, ladder_backward, matmul,
+                               models, scores, transcript, triton)},
     **{f"ladder_{dtype}": partial(ladder, dtype) for dtype in LADDER},
     **{name: partial(training, name) for name in ("training", "training_16k")},
 }
 
 
 FOLDER = ROOT / "benchmarks/h200"
-RUNS = ("forward.svg", "forward_bf16.svg", "heads.svg", "short.png", "mla_prefill.png", "unaligned.png", "sm80.png",
-        "backward.png", "fp32.png", "matmul.png", "triton.png", "forward_backward.svg", "varlen.svg", "window.svg",
-        "scores.svg", "decode.svg", "block_masks.svg")
 IMPLS = {name: impl for impl, name in NAMES.items()}
 
 
@@ -260,9 +249,8 @@ def run(name):
 
 
 def loss_curves(name):
-    content = record(name)
-    title = train_tiny_gpt.title_of(content["meta"])
-    return train_tiny_gpt.loss_curves, content["losses"], content["tokens_per_s"], title
+    meta, tokens_per_s, losses = record(name).values()
+    return train_tiny_gpt.loss_curves, losses, tokens_per_s, train_tiny_gpt.title_of(meta)
 
 
 def ladder_bars(name):
@@ -315,14 +303,18 @@ def efficiency_curves(name):
 
 
 # Pictures that draw() makes, by file.
-PICTURES = {**dict.fromkeys(RUNS, run), "training.png": loss_curves, "training_16k.png": loss_curves,
-            "ladder.svg": ladder_bars, "models.svg": model_bars, "serving.svg": serving_curves,
-            "../h200x2/context_parallel.svg": efficiency_curves,
+PICTURES = {**{file.name: run for file in sorted(FOLDER.glob("*.[ps][nv]g"))}, "training.png": loss_curves,
+            "training_16k.png": loss_curves, "ladder.svg": ladder_bars, "models.svg": model_bars,
+            "serving.svg": serving_curves, "../h200x2/context_parallel.svg": efficiency_curves,
             "../masks.svg": lambda name: pictures.of_gallery((ROOT / "docs/masks.md").read_text())}
 
 
+def made(table):
+    return speeds(*table) if isinstance(table, tuple) else table()
+
+
 def rewritten(text):
-    text = BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+    text = BLOCK.sub(lambda found: found[1] + made(TABLES[found[2]]) + found[3], text)
     return NUMBER.sub(lambda found: found[1] + quoted(found[2], found[3], found[4]), text)
 
 

@@ -2,7 +2,7 @@
 
 It runs on the GPU if there is one, else on the CPU. Its files: options.py, the table of operations; impls.py, what is
 compared; masks.py, its block masks; measure.py, how one of it is measured; tables.py and pictures.py, what becomes of
-the numbers; demo.py, a short run with a verdict.
+the numbers; demo.py, a short run.
 """
 
 import functools
@@ -13,8 +13,8 @@ import torch
 from .._build import load
 from ..command.progress import watched
 from .impls import host_cost
-from .measure import (Setting, WrongResult, environment, in_words, judge, matmul_ceiling, must_serve, profiled,
-                      write_json)
+from .measure import (FP8_DTYPE_NAMES, Setting, WrongResult, environment, in_words, judge, matmul_ceiling, must_serve,
+                      profiled, write_json)
 from .options import OPS, parse_args
 from .tables import console, place, print_results, print_table
 
@@ -69,8 +69,8 @@ class Run:
             profiled(case, able).export_chrome_trace(args.trace)
         self.time_all()
         if self.op.rate == "tflops" and self.op is not OPS["matmul"]:
-            self.meta["matmul_tflops"] = {dtype: tflops for dtype in args.dtypes if (
-                tflops := self.attempt(f"matmul, {dtype}", matmul_ceiling, dtype, self.device))}
+            self.meta["matmul_tflops"] = {dtype: matmul_ceiling(dtype, self.device) for dtype in args.dtypes
+                                          if dtype not in FP8_DTYPE_NAMES}
         self.ended = True
 
     def attempt(self, name, function, *arguments):

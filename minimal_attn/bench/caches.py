@@ -13,7 +13,7 @@ import torch
 
 from .. import attention_with_kvcache, flash_attention, options, reference_attention
 from ..reference.append import rotated
-from ..toolkit.benchmark import gpu_times, quantiles_of
+from ..toolkit.benchmark import captured, gpu_times, quantiles_of
 from .cases import Case
 from .impls import IMPLS, Call
 from .measure import Impl, WrongResult, normal
@@ -118,10 +118,7 @@ class Decode(Case):
         """(median, 20th and 80th percentile) in ms of a call, in a CUDA graph of one call on each cache."""
         if self.device == "cpu":
             return super().timed(function)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for args in self.calls:
-                function(*args)
+        graph = captured(lambda: [function(*args) for args in self.calls])
         warmups = math.ceil(WARMUP_MS / gpu_times(graph.replay, 1)[0])
         # The host is ahead of the GPU, so that no launch is timed.
         return quantiles_of(ms / len(self.calls) for ms in gpu_times(graph.replay, warmups + REPLAYS)[warmups:])

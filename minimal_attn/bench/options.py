@@ -15,7 +15,6 @@ from .impls import HALVES, IMPLS, MASKED, SCORES, backward_of, flex, step_of
 from .masks import BUILDERS, MASKS
 from .measure import DTYPE_NAMES, FP8_DTYPE_NAMES, Impl
 
-DENSE = "B,H,S,D or B,H,Sq,D,Hk,Sk"
 CAUSALS = {"no": (False,), "yes": (True,), "both": (False, True)}
 SEQLENS = {"cuda": "64,128,256,512,1024,2048,4096", "cpu": "32,64,128"}  # Triton's interpreter is slow
 
@@ -24,12 +23,11 @@ class Op(NamedTuple):
     title: str
     shapes: dict  # {device: texts of the default shapes}; on a CPU they are small, as Triton's interpreter is slow
     case: type = Case
-    form: str = DENSE  # of a shape
     more: str = ""  # a regular expression for what stands behind the sizes of a shape, or "packed"
     impls: dict = IMPLS  # of which a run has those that serve a kind of its default shapes
     default_impls: tuple | None = None  # all of impls if None
     dtypes: tuple = DTYPE_NAMES
-    default_dtypes: str = "float32"
+    default_dtypes: str = "bfloat16"
     default_causal: str | None = "no"  # None: there is no choice
     seqlens: dict | None = None
     baseline: str = "manual"  # of the speed-ups
@@ -57,17 +55,16 @@ CACHES = ["1,32,1,128,8,1024", "1,32,1,128,8,8192", "8,32,1,128,8,8192", "64,32,
 GRADIENTS = {name: impl for name, impl in IMPLS.items() if name != "cuda:dmma"}  # its backward pass is that of simt
 
 ATTENTION = Op("Attention forward pass", dict.fromkeys(("cuda", "cpu"), ["16,12,64,64"]), seqlens=SEQLENS,
-               form=f"{DENSE}, also with ' v HEAD_DIM' behind it", more=r"(v [1-9]\d*)?",
-               default_impls=tuple(name for name in IMPLS if name != "cuda"), dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES)
+               more=r"(v [1-9]\d*)?", default_impls=tuple(name for name in IMPLS if name != "cuda"),
+               dtypes=DTYPE_NAMES + FP8_DTYPE_NAMES, default_dtypes="float32")
 BACKWARD = ATTENTION._replace(title="Attention backward pass", impls=GRADIENTS, dtypes=DTYPE_NAMES,
                               gradients=backward_of)
 VARLEN = Op("Attention of packed batches", {
     # Packed batches of 16 query heads and 4 key heads, then dense ones of about as many tokens.
     "cuda": ["16 of 64..4096,16,128,4", "32 x 512,16,128,4", "8192 + 64 x 128,16,128,4",
              "18,16,2048,128,4,2048", "32,16,512,128,4,512", "2,16,8192,128,4,8192"],
-    "cpu": ["64 + 2 x 32 + 7,4,64,2", "2,4,64,64,2,64"]}, form=f"LENGTHS,H,D,Hk or {DENSE}", more="packed",
-    default_impls=(*OURS, "torch:varlen", "torch:cudnn", "torch:flash"), default_dtypes="bfloat16",
-    default_causal="both", baseline="torch:varlen")
+    "cpu": ["64 + 2 x 32 + 7,4,64,2", "2,4,64,64,2,64"]}, more="packed",
+    default_impls=(*OURS, "torch:varlen", "torch:cudnn", "torch:flash"), default_causal="both", baseline="torch:varlen")
 DECODING = Op("Attention to caches", {
     "cuda": [*(size + page for size in CACHES for page in ("", " page 16", " page 64", " page 128")),
              "8,32,1,128,8,8192 page 1", "8,32,1,128,8,8192 page 8",
@@ -75,17 +72,15 @@ DECODING = Op("Attention to caches", {
              "8,32,1,128,8,1024", "16,32,1,128,32,4096",
              *(f"{size} warm" for size in ("8,32,1,128,8,1024", "32,32,1,128,8,2048", "1,64,1,128,8,131072"))],
     "cpu": ["2,4,1,64,2,64", "2,4,1,64,2,64 page 16", "2,4,3,64,2,64", "2,4,1,64,2,64 page 16 drawn"]},
-    Decode, f"{DENSE}, also with ' page SIZE', ' drawn' or ' warm' behind it",
-    r"(page [1-9]\d*)? ?(drawn|warm)?", DECODE,
-    dtypes=HALVES, default_dtypes="bfloat16", default_causal="yes", baseline="read", rate="gbps", row="decode")
+    Decode, r"(page [1-9]\d*)? ?(drawn|warm)?", DECODE, dtypes=HALVES, default_causal="yes",
+    baseline="read", rate="gbps", row="decode")
 # FlexAttention is compiled, but not tuned, which would take most of a minute for each mask.
 MASKING = Op("Attention with block masks", {
     "cuda": [f"{size} masked {mask}" for size in ("1,16,16384,128", "8,16,2048,64") for mask in MASKS],
-    "cpu": [f"2,2,144,16 masked {mask}" for mask in MASKS]},
-    form=f"B,H,S,D masked MASK, where MASK is one of {', '.join(MASKS)}", more=f"masked ({'|'.join(MASKS)})",
+    "cpu": [f"2,2,144,16 masked {mask}" for mask in MASKS]}, more=f"masked ({'|'.join(MASKS)})",
     impls=IMPLS | {"flex": Impl(functools.partial(flex, mode=None), ("cuda",), dtypes=HALVES, kinds=MASKED)},
-    default_impls=(*OURS, "cuda:from_torch", "cuda:native", "flex"), default_dtypes="bfloat16",
-    default_causal=None, baseline="flex", row="block_masks")
+    default_impls=(*OURS, "cuda:from_torch", "cuda:native", "flex"), default_causal=None, baseline="flex",
+    row="block_masks")
 OPS = {
     "attention": ATTENTION,
     "backward": BACKWARD,
@@ -97,37 +92,40 @@ OPS = {
         "cuda": ["1,16,16384,128,4,16384 window 512", "1,16,16384,128,4,16384 window 4096", "1,16,16384,128,4,16384",
                  "1,16,16384,128,4,16384 sinks", "8,16,2048,128,4,2048", "8,16,2048,128,4,2048 sinks"],
         "cpu": ["2,4,64,64,2,64 window 16", "2,4,64,64,2,64", "2,4,64,64,2,64 sinks"]},
-        form=f"{DENSE}, also with ' window LEFT' or ' sinks' behind it", more=r"(window \d+|sinks)?",
-        baseline="flex", default_impls=(*OURS, "torch:cudnn", "torch:flash", "flex"), default_dtypes="bfloat16",
+        more=r"(window \d+|sinks)?", baseline="flex", default_impls=(*OURS, "torch:cudnn", "torch:flash", "flex"),
         default_causal="yes"),  # FlexAttention is tuned for most of a minute for each window
     "scores": Op("Attention with softcap, ALiBi, biases and masks", {
         "cuda": [f"2,16,8192,128 {score}" for score in SCORES], "cpu": [f"2,4,32,16,2,32 {score}" for score in SCORES]},
-        form=f"{DENSE}, also with ' softcap', ' alibi', ' bias' or ' mask' behind it", more=f"({'|'.join(SCORES)})?",
-        default_impls=(*OURS, "torch:cudnn", "torch:flash", "torch:efficient", "flex"), default_dtypes="bfloat16",
-        baseline="flex", row="scores"),
+        more=f"({'|'.join(SCORES)})?", baseline="flex", row="scores",
+        default_impls=(*OURS, "torch:cudnn", "torch:flash", "torch:efficient", "flex")),
     "block_masks": MASKING,
     "block_masks_backward": MASKING._replace(title="Attention backward pass with block masks", gradients=backward_of,
                                              row="block_masks_backward"),
-    "block_masks_build": Op("Building block masks", {"cuda": ["16384", "131072"], "cpu": ["300"]}, Build, "S",
+    "block_masks_build": Op("Building block masks", {"cuda": ["16384", "131072"], "cpu": ["300"]}, Build,
                             impls=BUILDERS, dtypes=("bool",), default_dtypes="bool", default_causal=None,
                             baseline="torch:compiled", rate="ms", row="block_masks_build"),
     "decode": DECODING,
     "append": DECODING._replace(title="Appending to caches", shapes={
         "cuda": [size + page for size in (CACHES[1], CACHES[6], CACHES[5]) for page in ("", " page 16")],
         "cpu": ["2,4,1,64,2,64", "2,4,1,64,2,64 page 16"]}, case=Append, impls=APPEND, baseline="cuda:attend",
-        form="B,H,1,D,Hk,Sk, also with ' page SIZE', ' drawn' or ' warm' behind it", row="append"),
+        row="append"),
     "mixed": DECODING._replace(title="Decoding and prefill in one batch", shapes={
         "cuda": [f"32,32,1,128,8,8192 prefill 2048{page}" for page in ("", " page 16")],
         "cpu": [f"2,4,1,64,2,64 prefill 24{page}" for page in ("", " page 16")]}, case=Mixed, impls=MIXED,
-        form="B,H,1,D,Hk,Sk prefill TOKENS, also with ' page SIZE' behind it",
         more=r"prefill [1-9]\d*( page [1-9]\d*)?", baseline="cuda:apart", row="mixed"),
     "matmul": Op("Matrix multiplication", {
         "cuda": [*(f"{n},{n},{n}" for n in (512, 1024, 2048, 4096, 8192)), "4096,11008,4096", "16,4096,4096"],
-        "cpu": ["64,64,64", "128,128,128", "16,128,96"]}, Matmul, "M,N,K",
+        "cpu": ["64,64,64", "128,128,128", "16,128,96"]}, Matmul,
         impls={"triton": Impl(triton_matmul, backend="triton"), "cublas": Impl(torch.matmul, ("cuda",)),
-               "torch": Impl(torch.matmul, ("cpu",))}, default_causal=None,
+               "torch": Impl(torch.matmul, ("cpu",))}, default_dtypes="float32", default_causal=None,
         baseline="cublas" if torch.cuda.is_available() else "torch", row="matmul"),
 }
+
+
+def file(*suffixes):
+    """Parses the name of a file to be written."""
+    return lambda text: text if Path(text).suffix in suffixes and Path(text).parent.is_dir() else fail(
+        f"{text!r} is no {' or '.join(suffixes)} file in an existing directory")
 
 
 def parse_args(program, argv, device, description):
@@ -142,16 +140,12 @@ def parse_args(program, argv, device, description):
     def one_of(*names):
         return lambda text: [x if x in names else fail(f"{x!r} is none of {', '.join(names)}") for x in text.split(",")]
 
-    def file(*suffixes):
-        return lambda text: text if Path(text).suffix in suffixes and Path(text).parent.is_dir() else fail(
-            f"no {' or '.join(suffixes)} file in an existing directory")
-
     def shares(text):
         return [float(x) if 0 < float(x) < 1 else fail(f"{x} is not between 0 and 1") for x in text.split(",")]
 
     add = parser.add_argument
-    add("--shape", type=op.shape_of, action="append", metavar=op.form.split(" or ")[0], dest="shapes",
-        help=f"{op.form}; may be repeated (default: {' '.join(op.shapes[device])})")
+    add("--shape", type=op.shape_of, action="append", metavar="SHAPE", dest="shapes",
+        help=f"sizes as in docs/tools.md; may be repeated (default: {'; '.join(op.shapes[device])})")
     add("--dtype", type=one_of(*op.dtypes), default=op.default_dtypes, metavar="DTYPE,...", dest="dtypes",
         help=f"of {', '.join(op.dtypes)} (default: %(default)s)")
     add("--impls", type=one_of(*impls), metavar="NAME,...", default=default_impls,

@@ -74,8 +74,8 @@ def run() -> int:
                 failures.append(f"{backend}, {check.name}, {inputs.dtype}: {error}")
         table.add_row(check.name, inputs.dtype, f"{inputs.allowed:.1e}", *cells)
     console.print(table)
-    console.print("The column allowed is for our backends. torch may have twice that error: its fast kernels round more "
-                  "often.", *(failure.splitlines()[0] for failure in failures), sep="\n", soft_wrap=True)
+    console.print("The column allowed is for our backends. torch may have twice that error: its fast kernels round "
+                  "more often.", *(failure.splitlines()[0] for failure in failures), sep="\n", soft_wrap=True)
     console.print(f"{right} of {len(jobs) * len(backends)} are right", style="red" if failures else "green")
     return int(bool(failures))
 

@@ -75,6 +75,16 @@ def gpu_times(call: Callable, rep: int, prepare: Callable = lambda: None) -> lis
     return [start.elapsed_time(end) for start, end in spans]
 
 
+def captured(call: Callable) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of call(), which runs once before, to build what it needs."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
 def quantiles_of(times: Iterable[float], quantiles: Iterable[float] = QUANTILES) -> tuple[float, ...]:
     times, quantiles = (torch.tensor([*x], dtype=torch.float64) for x in (times, quantiles))
     return tuple(times.quantile(quantiles).tolist())
