@@ -38,10 +38,8 @@ campaign: SELECT = -m campaign
 TESTS = tests
 SELECT =
 WORKERS ?= auto
-test test-all campaign: NEEDS = filelock hypothesis markdown-it-py matplotlib ninja numpy pyelftools pytest \
-                                pytest-timeout pytest-xdist rich transformers
-gpu-record: NEEDS = filelock hypothesis markdown-it-py matplotlib ninja numpy pyelftools pytest pytest-timeout \
-                    pytest-xdist rich transformers
+test test-all campaign gpu-record: NEEDS = filelock hypothesis matplotlib ninja numpy pyelftools pytest \
+                                           pytest-timeout pytest-xdist rich transformers
 test test-all campaign: packages
 	@$(PY) -c 'import minimal_attn; minimal_attn.load()'
 	@$(TWIN) $(PY) -m pytest $(TESTS) -n $(WORKERS) --dist worksteal $(SELECT)
