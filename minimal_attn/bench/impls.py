@@ -215,17 +215,14 @@ def host_cost(gradients):
                 for name in ("flash", "efficient", "cudnn")}
     contexts |= {"torch": nullcontext, "activated": activated}
     forwards = {"flash_attention": flash_attention, **dict.fromkeys(contexts, scaled_dot_product_attention)}
-    contexts["cuda:sm80"] = functools.partial(force_kernel, "sm80")
     if gradients:
         qkv = [x.requires_grad_() for x in (q, k, v)]
-        forwards |= {"cuda:sm80": functools.partial(flash_attention, backend="cuda"),
-                     "triton": functools.partial(flash_attention, backend="triton")}
+        forwards["triton"] = functools.partial(flash_attention, backend="triton")
         calls = {name: lambda f=f: torch.autograd.grad(f(*qkv), qkv, dout) for name, f in forwards.items()}
     else:
         calls = {name: lambda f=f: f(q, q, q) for name, f in forwards.items()}
         calls |= {"flash_attn_func": lambda: flash_attn_func(rows, rows, rows), "flash_attn_varlen_func": lambda:
-                  flash_attn_varlen_func(packed, packed, packed, bounds, bounds, 64, 64),
-                  "empty_like": lambda: torch.empty_like(q)}
+                  flash_attn_varlen_func(packed, packed, packed, bounds, bounds, 64, 64)}
     times = {name: [] for name in calls}
     for _ in range(8):  # the first is the warm-up
         for name, call in calls.items():

@@ -66,7 +66,12 @@ def print_info() -> None:
 
     print("\nPlaces")
     print(f"  csrc               {built or f'{_build.build_directory()}, on first use'}")
-    print(f"  Triton's choices   {_choices()}")
+    try:
+        from triton_ref.autotune import cache_dir
+
+        print(f"  Triton's choices   {cache_dir()}")
+    except ImportError as error:
+        print(f"  Triton's choices   none: {error}")
 
 
 def _serves(dtype, head_dim, built):
@@ -75,11 +80,3 @@ def _serves(dtype, head_dim, built):
         return "cuda"
     config = get_attention_config(head_dim, dtype)
     return f"cuda:{config['kernel']}" if config["backend"] == "cuda" else config["backend"]
-
-
-def _choices():
-    try:
-        from triton_ref.autotune import cache_dir
-    except ImportError as error:
-        return f"none: {error}"
-    return cache_dir()

@@ -1,4 +1,4 @@
-"""A moving line on a terminal, for crosscheck.py, ../bench/ and the examples."""
+"""A moving line on a terminal, for ../bench/ and the examples."""
 
 from collections.abc import Iterable, Sequence
 

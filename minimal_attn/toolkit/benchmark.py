@@ -150,13 +150,11 @@ class BenchmarkRunner:
 
     def print_comparison_table(self, results: list[BenchmarkResult] | None = None,
                                title: str = "Benchmark Results") -> None:
-        """Print results, or self.results, beside the last "PyTorch" of each size. ModuleNotFoundError without rich."""
-        try:
-            from rich.box import SIMPLE_HEAD
-            from rich.console import Console
-            from rich.table import Table
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("print_comparison_table needs rich: pip install 'minimal_attn[bench]'") from error
+        """Print results, or self.results, beside the last "PyTorch" of each size. Needs rich."""
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
         results = self.results if results is None else results
         torch_ms = {}  # by size
         table = Table("Size", "Name", "ms", "TFLOP/s", "Peak MB", "× PyTorch", "Blocks", title=title, box=SIMPLE_HEAD)
