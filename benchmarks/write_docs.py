@@ -51,8 +51,8 @@ def column(text, key, form):
 
 
 def speeds(rows, head, columns, key="tflops", form=".0f"):
-    """A table with a line for each setting. rows: themselves, or what of() takes. head: the columns of a setting, as `S`
-    or `heading=column`. columns: as column() has them."""
+    """A table with a line for each setting. rows: themselves, or what of() takes. head: the columns of a setting, as
+    `S` or `heading=column`. columns: as column() has them."""
     heads = [x.rpartition("=") for x in head.split("|")]
     rows = of(rows) if isinstance(rows, str) else rows
     lines = by_setting(rows, *(COLUMNS.get(x, x) for *_, x in heads)).items()
