@@ -16,6 +16,7 @@ import shutil
 import sys
 import sysconfig
 import threading
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -70,10 +71,7 @@ def load(verbose: bool = False) -> ModuleType:
             if forced not in (None, *GPU_KERNELS):
                 names = ", ".join(map(repr, GPU_KERNELS))
                 raise ValueError(f"MINIMAL_ATTN_KERNEL must be unset or one of {names}, got {forced!r}")
-            if _registered() and PREBUILT not in sys.modules:  # by torch.ops.load_library: no second one can be
-                raise RuntimeError("the ops of minimal_attn are already registered in this process, by a library that "
-                                   "load() does not know; a process can hold only one")
-            library = _prebuilt() or _of_wheel() or _compiled(verbose)
+            library = _adopted() or _prebuilt() or _of_wheel() or _compiled(verbose)
             if forced is not None:
                 library.force_kernel(forced)
             from . import stable  # here, for setup.py takes this file without its package
@@ -192,6 +190,25 @@ def _registered():
     return hasattr(torch.ops.minimal_attn, "flash_forward")
 
 
+def _adopted():
+    """The library that came in another way (torch.ops.load_library): TORCH_LIBRARY allows no second one."""
+    if not _registered() or PREBUILT in sys.modules:
+        return None
+    for file in map(Path, torch.ops.loaded_libraries):
+        name = file.name.split(".")[0]
+        if file.name == WHEEL.name:
+            from . import stable
+
+            return stable.Library(file)
+        if name == NAME or (file.parent.name, name) == ("minimal_attn", "_C"):
+            spec = importlib.util.spec_from_file_location(name, file)  # the file is mapped already: nothing runs twice
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+    raise RuntimeError("the ops of minimal_attn are already registered in this process, by a library that load() does "
+                       "not know; a process can hold only one")
+
+
 def _prebuilt():
     """minimal_attn._C, or None if it was never built."""
     try:
@@ -232,35 +249,55 @@ def _compiled(verbose):
                            "need no compiler.")
     from torch.utils import cpp_extension
 
-    env, directory = environment(), build_directory()
+    env = environment()
+    directory, files, start = build_directory(), recipe(), time.time()
     # torch counts a build that failed or was interrupted as done, and would not try again in this process.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(NAME, None)
+
+    def progress():
+        done = sum(file.stat().st_mtime >= start for file in directory.glob("*.o"))
+        target = env.get("TORCH_CUDA_ARCH_LIST", "the CPU")
+        return f"compiling csrc for {target}: {done} of at most {len(files['sources'])} files"
+
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with (_turn(directory), _environ(env),
-              _saying(f"compiling csrc for {env.get('TORCH_CUDA_ARCH_LIST', 'the CPU')}")):
-            _forget_what_older_files_replaced(directory)
-            return cpp_extension.load(NAME, build_directory=str(directory), verbose=verbose, **recipe())
+        with (_turn(directory), _verified(directory), _environ(env),
+              contextlib.nullcontext() if verbose else _saying(progress)):
+            module = cpp_extension.load(NAME, build_directory=str(directory), verbose=verbose, **files)
     except OSError as error:
         raise RuntimeError(f"csrc cannot be built in {directory}: {error}. Set TORCH_EXTENSIONS_DIR to a folder that "
                            "can be written.") from error
     except ImportError as error:
         raise RuntimeError(f"csrc was built in {directory} and does not load: {error}") from error
+    if (seconds := time.time() - start) > 1:
+        print(f"minimal_attn: csrc is ready after {seconds:.1f} s", file=sys.stderr, flush=True)
+    return module
 
 
-def _forget_what_older_files_replaced(directory):
-    """Removes all objects if a source was replaced by an older file, as pip leaves them: ninja compares times alone."""
-    note = directory / "sources.json"
-    noted = json.loads(note.read_text()) if note.exists() else {}
-    sources = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in CSRC.rglob("*") if file.is_file()}
-    changed = [x for x in sources if noted.get(x) != sources[x]]
-    if not noted or any(os.stat(x).st_mtime <= note.stat().st_mtime for x in changed):
+@contextlib.contextmanager
+def _verified(directory):
+    """Makes ninja build again what it wrongly takes for up to date, since it compares times alone: a library that was
+    cut short, and objects of a source that an older file has replaced. A note keeps the digests of both."""
+    note, library = directory / "built.json", directory / f"{NAME}.so"
+    sources = {str(file): _digest(file) for file in CSRC.rglob("*") if file.is_file()}
+    try:
+        noted = json.loads(note.read_text())
+        is_older = [os.stat(x).st_mtime <= note.stat().st_mtime for x in sources if noted.get(x) != sources[x]]
+    except (OSError, ValueError):  # none yet, or cut short itself
+        noted, is_older = {}, [True]
+    if any(is_older):
         for file in directory.glob("*.o"):
             file.unlink()
-    if changed:  # noted before the objects change, for the build may be interrupted
-        part = note.with_suffix(".part")
-        part.write_text(json.dumps(sources))
-        part.replace(note)
+    if library.exists() and noted.get("library") != _digest(library):
+        library.unlink()
+    if is_older:  # noted before the objects change, for the build may be interrupted
+        note.write_text(json.dumps(sources))
+    yield
+    note.write_text(json.dumps({**sources, "library": _digest(library)}))
+
+
+def _digest(file):
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -270,7 +307,7 @@ def _turn(directory):
     limit = float(os.environ.get("MINIMAL_ATTN_BUILD_TIMEOUT", 600))
     ours = directory / "minimal_attn.lock"
     try:
-        with _saying(f"waiting for {ours}, which the build of another process holds"):
+        with _saying(lambda: f"waiting for {ours}, which the build of another process holds"):
             lock = FileLock(ours).acquire(timeout=limit)
     except Timeout:
         raise RuntimeError(f"another process has been building minimal_attn for {limit:g} s and holds {ours}; let it "
@@ -282,13 +319,22 @@ def _turn(directory):
 
 @contextlib.contextmanager
 def _saying(text):
-    """Says text on stderr if what follows takes more than a second."""
-    timer = threading.Timer(1, print, [f"minimal_attn: {text}"], {"file": sys.stderr, "flush": True})
-    timer.start()
+    """Say text() on stderr after the first second of what follows, and then every ten."""
+    ended = threading.Event()
+
+    def speak():
+        pause = 1
+        while not ended.wait(pause):
+            print("minimal_attn:", text(), file=sys.stderr, flush=True)
+            pause = 10
+
+    speaker = threading.Thread(target=speak, daemon=True)
+    speaker.start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
+        speaker.join()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Each is a function (q, k, v, call) -> out of tensors (B, H, S, D), or it raises 
 import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import statistics
 import timeit
@@ -100,13 +101,21 @@ def package(q, k, v, call, module):
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
+@functools.lru_cache(maxsize=1)  # not part of what is timed
+def repeated(k, v, times):
+    return tuple(x.repeat_interleave(times, dim=1) for x in (k, v))
+
+
 def torch_varlen(q, k, v, call):
-    """varlen_attn of torch, FlashAttention-2."""
+    """varlen_attn of torch, FlashAttention-2. In torch 2.11, it needs as many heads of k and v as of q."""
+    keywords = {"window_size": (-1, 0 if call.causal else -1)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        keywords["enable_gqa"] = True
+    else:
+        k, v = repeated(k, v, q.shape[1] // k.shape[1])
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     bounds, longest = call.keywords["cu_seqlens_q"], call.keywords["max_seqlen_q"]
-    window = -1, 0 if call.causal else -1
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=window, enable_gqa=True)
-    return out.transpose(0, 1)[None]
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, **keywords).transpose(0, 1)[None]
 
 
 mask_of_torch = functools.lru_cache(maxsize=1)(functools.partial(build_by_torch, compile=False))

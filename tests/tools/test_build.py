@@ -59,21 +59,26 @@ def test_threads_share_one_module(monkeypatch):
         return "module"
 
     monkeypatch.delitem(sys.modules, _build.NAME)
-    monkeypatch.setattr(_build, "_registered", lambda: False)
-    monkeypatch.setattr(_build, "_prebuilt", slowly)
+    monkeypatch.setattr(_build, "_adopted", slowly)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: _build.load(), range(4))) == ["module"] * 4
     assert import_file(_build.__file__).load() == "module"  # a second copy of the loader, the same process
     assert calls == ["once"]
 
 
-def test_a_second_library_is_refused(monkeypatch):
-    """One that torch.ops.load_library has brought in, say."""
-    for name in (_build.NAME, _build.PREBUILT):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(_build, "_registered", lambda: True)
-    with pytest.raises(RuntimeError, match="already registered"):
-        _build.load()
+def test_load_adopts_a_library_loaded_by_torch():
+    """With its fake kernels."""
+    file = _build.load().__file__
+    assert python(f"""
+import torch
+torch.ops.load_library({file!r})
+import minimal_attn
+from torch._subclasses.fake_tensor import FakeTensorMode
+print(minimal_attn.load().__file__)
+with FakeTensorMode():
+    q = torch.empty(2, 4, 20, 16)
+    print(*[tuple(x.shape) for x in torch.ops.minimal_attn.flash_forward(q, q, q, *[None] * 7, 0.25, 0.0, -1, -1, 0)])
+""") == f"{file}\n(2, 4, 20, 16) (2, 4, 20) (0,)\n"
 
 
 def no_build(name, build_directory, **options):
@@ -124,6 +129,14 @@ def test_failed_build_is_tried_again(small):
             _build._compiled(verbose=False)
     small(2)
     assert _build._compiled(verbose=False).answer == 2
+
+
+def test_truncated_library_is_linked_again(small):
+    library = build_only()
+    compiled = library.with_name("main.o").stat().st_mtime_ns
+    os.truncate(library, 5000)
+    assert _build._compiled(verbose=False).answer == 1
+    assert library.with_name("main.o").stat().st_mtime_ns == compiled
 
 
 def test_source_replaced_by_an_older_file_is_compiled(small):
