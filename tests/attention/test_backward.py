@@ -107,7 +107,7 @@ def is_in_ci(impl, dtype, case):
     """Without a GPU: of ours all but float16 and what takes 10 to 30 s. The rest is for the campaign."""
     is_large = case.name in ("large_causal", "heads_20_1")  # large_D64 and mqa are much like them
     if impl == "triton":
-        is_large |= case.name in ("large", "large_few_keys")
+        is_large |= case.name == "large_few_keys"
     return HAS_GPU or impl != "torch" and dtype != torch.float16 and not is_large
 
 
@@ -325,6 +325,7 @@ def test_batched_negated_and_zero_dout(impl, dtype):
     ("out", lambda x: x[1:]), ("out", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)),
     ("lse", lambda x: x[:, 1:]), ("lse", lambda x: x.half()), ("lse", lambda x: x.mT.contiguous().mT),
     ("dlse", lambda x: x[..., 1:]), ("dlse", lambda x: x.double()), ("k", lambda x: x[:, :, 1:]),
+    ("need_dsinks", lambda x: True), ("need_dbias", lambda x: True),
 ])
 def test_op_refuses_what_would_read_out_of_bounds(name, change):
     minimal_attn.load()
@@ -334,16 +335,10 @@ def test_op_refuses_what_would_read_out_of_bounds(name, change):
     given = dict(dout=out, dlse=lse, q=q, k=k, v=k, out=out, lse=lse)
     ops.flash_backward(*given.values(), *options.of_op())
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
-        ops.flash_backward(*{**given, name: change(given[name])}.values(), *options.of_op())
-
-
-@pytest.mark.parametrize("option", ["need_dsinks", "need_dbias"])
-def test_op_refuses_gradients_of_what_is_not_given(option):
-    minimal_attn.load()
-    q, ops, options = torch.randn(2, 4, 8, 16), torch.ops.minimal_attn, Options.of(0.25)
-    out, lse, _ = ops.flash_forward(q, q, q, *options.of_op())
-    with pytest.raises(ValueError, match=option):
-        ops.flash_backward(out, lse, q, q, q, out, lse, *options.of_op(), **{option: True})
+        if name in given:
+            ops.flash_backward(*{**given, name: change(given[name])}.values(), *options.of_op())
+        else:
+            ops.flash_backward(*given.values(), *options.of_op(), **{name: change(None)})
 
 
 def test_tangent_of_dout_raises():
@@ -384,16 +379,6 @@ def test_no_second_derivative(impl, dtype):
     (dq,) = torch.autograd.grad(by(impl, case)(q, k, v), q, dout, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         dq.sum().backward()
-
-
-@pytest.mark.parametrize("dtype, causal, BM, BN", [(torch.float16, True, 32, 32), (torch.float32, False, 64, 16),
-                                                   (torch.float16, False, 16, 64)], ids=str)
-def test_classic_attention_has_a_derivative(dtype, causal, BM, BN):
-    from triton_ref.classic import attention
-
-    case = Case("classic", Sq=70, Sk=70, causal=causal)
-    q, k, v, dout = make_all(case, dtype, IMPLEMENTATIONS["triton"][1])
-    check(case, gradients(lambda q, k, v: attention(q, k, v, causal, None, BM, BN), q, k, v, dout), q, k, v, dout)
 
 
 @pytest.mark.gpu

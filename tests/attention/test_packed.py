@@ -11,8 +11,7 @@ import torch
 from torch.testing import assert_close
 
 import minimal_attn
-from minimal_attn import (FlashMHA, flash_attention, flash_attn_func, pad_input, reference_attention, unpad_input,
-                          which_kernel)
+from minimal_attn import FlashMHA, flash_attention, flash_attn_func, pad_input, unpad_input
 from test_lengths import (BATCHES, DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, close, each_impl, each_kernel,
                           ints, make, run)
 
@@ -77,16 +76,6 @@ def test_max_seqlen_k_that_is_too_small_gives_nan_where_lengths_are_not_read(imp
             assert (out[:, :, rows].isnan().all() and dq[:, :, rows].isnan().all()) == (seqlen > 45)
             assert out[:, :, rows].isnan().any() == dq[:, :, rows].isnan().any() == (seqlen > 45)
         assert dk[:, :, :45].isnan().all() and dv[:, :, :45].isnan().all()  # of the keys that it still has
-
-
-@pytest.mark.parametrize("impl", KERNELS)
-def test_second_derivative_of_shared_keys_is_refused_by_name(impl):
-    q, k, v, dout, _ = make(SHARED_KEYS, DTYPES[impl], IMPLS[impl][1])
-    inputs = [x.nan_to_num().requires_grad_() for x in (q, k, v)]
-    out, _ = run(impl, SHARED_KEYS, *inputs)
-    dk, = torch.autograd.grad(out.square().sum(), inputs[1], create_graph=True)
-    with pytest.raises(NotImplementedError, match="has no second derivative"):
-        torch.autograd.grad(dk.sum(), inputs)
 
 
 def test_opcheck_of_the_copies():
@@ -166,14 +155,6 @@ def test_flash_attn_varlen_func(impl):
     options = dict(causal=True, window_size=(7, 0), backend=backend)
     out, lse, probs = call(q, k, v, *lengths, **options, return_attn_probs=True)
     assert out.shape == q.shape and out.equal(rows_first(want)) and lse.equal(want_lse[0]) and probs is None
-    for name in ("return_lse", "return_softmax_lse"):
-        got = call(q, k, v, *lengths, **options, **{name: True})
-        assert len(got) == 2 and got[0].equal(out) and got[1].equal(lse)
-    place = torch.empty_like(q)
-    assert call(q, k, v, *lengths, **options, out=place) is place and place.equal(out)
-    tuned = call(q, k, v, *lengths, **options, num_splits=3, pack_gqa=True, sm_margin=4, fa_version=3,
-                 scheduler_metadata=torch.zeros(8, device=device))
-    assert tuned.equal(out)
     packed = minimal_attn.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *lengths, **options)
     assert_close(packed, out)
 
@@ -224,21 +205,6 @@ def test_keywords_of_functions_of_packed_tensors(name):
                 call(given[0], *bad)
 
 
-@pytest.mark.parametrize("name", ["leftpad_k", "cache_leftpad", "cache_seqlens", "cache_batch_idx", "page_table"])
-def test_names_of_flash_attn_with_kvcache_are_explained(name):
-    q = torch.randn(1, 2, 10, 16)
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; .*attention_with_kvcache"):
-        flash_attention(q, q, q, **{name: ints(3)})
-
-
-def test_max_seqlen_changes_nothing_in_reference_attention_and_which_kernel():
-    q, cu_seqlens = torch.randn(1, 2, 10, 16), ints(0, 4, 10)
-    lengths = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-    given = dict(max_seqlen_q=1, max_seqlen_k=torch.tensor(6))
-    assert reference_attention(q, q, q, **lengths, **given).equal(reference_attention(q, q, q, **lengths))
-    assert which_kernel(q, q, q, **lengths, **given) == "host"
-
-
 # FlashMHA, and what it packs with.
 
 def mask_of(kind):
@@ -272,24 +238,6 @@ def test_masks_of_integers(dtype):
     assert module(x, key_padding_mask=mask).equal(module(x, key_padding_mask=mask.bool()))
     with pytest.raises(TypeError, match="attention_mask must be bool, int64, int32 or uint8 .* got a torch.float32"):
         unpad_input(x, mask.float())
-
-
-@each_impl
-def test_left_padding_by_packing(impl):
-    """A decoding step with left padding: the last 3 rows of samples whose keys end with theirs, as one packed batch."""
-    backend, device = IMPLS[impl]
-    q, k, v = (torch.randn(3, S, H, 40, device=device, dtype=DTYPES[impl]) for S, H in ((3, 4), (12, 2), (12, 2)))
-    mask = mask_of("left").to(device)
-    rows, indices, cu_seqlens_q, max_seqlen_q, _ = unpad_input(q, mask[:, -3:])
-    keys, _, cu_seqlens_k, max_seqlen_k, _ = unpad_input(torch.stack([k, v], 2), mask)
-    options = dict(causal=True, window_size=(3, 0), backend=backend)
-    packed = minimal_attn.flash_attn_varlen_kvpacked_func(rows, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                                                          max_seqlen_k, **options)
-    out = pad_input(packed, indices, 3, 3)
-    assert out.shape == q.shape and (out[1] == 0).all()
-    for b in (0, 2):
-        want = flash_attn_func(q[b:b + 1], k[b:b + 1, mask[b]], v[b:b + 1, mask[b]], **options)
-        close(out[b], want[0].double(), TOLERANCE[out.dtype])
 
 
 @pytest.mark.parametrize("kind, backend", [

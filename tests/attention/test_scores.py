@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from cases import check_error, dtype_params, dtypes_of, each_seed, is_fast, slow_unless
+from cases import check_error, dtype_params, dtypes_of, each_seed, head_dims_of, is_fast, slow_unless
 from conftest import HAS_GPU, OF_16_BITS, ON_TENSOR_CORES
 from minimal_attn import flash_attention
 from minimal_attn.backends import torch as sdpa
@@ -79,7 +79,7 @@ def test_3d_inputs(backend):
     for row in (bias[0, 0], bias[0], bias[:1]):
         assert_close(flash_attention(*flat, attn_bias=row, backend=backend),
                      flash_attention(*flat, attn_bias=row.expand(4, 7, 9), backend=backend))
-    for bad in (dict(attn_bias=bias[None]), dict(alibi_slopes=each_slope[:, 0])):
+    for bad in (dict(attn_bias=bias[None]), dict(alibi_slopes=each_slope[:, 0]), dict(sinks=sink.repeat(HK))):
         with pytest.raises(ValueError, match=f"{next(iter(bad))} must "):
             flash_attention(*flat, **bad, backend=backend)
     with pytest.raises(ValueError, match="q, k and v must be packed"):
@@ -169,13 +169,15 @@ BATCHES = [
     Scored("D128", **PADDED, softcap=20.0, slopes="heads", bias=(0, 0, 1, 1), D=128, window=(33, -1),
            memory="few dims"),
     Scored("D256", rows=(9,), keys=(20,), is_packed=False, softcap=2.0, slopes="heads", bias=(0, 1, 1, 1), D=256),
+    Scored("no_keys", (7,) * 2, (0,) * 2, is_packed=False, softcap=1.0, slopes="heads", bias=(0, 1, 1, 1)),
+    Scored("no_rows", (0,) * 2, (9,) * 2, is_packed=False, softcap=1.0, slopes="heads", bias=(0, 1, 1, 1)),
     Scored("packed", (5, 17, 1, 40), (9, 3, 33, 40), slopes="samples", causal=True),
     Scored("packed_softcap", (5, 0, 40), (9, 3, 70), softcap=1.5, slopes="heads", window=(20, 5), has_sinks=True),
     Scored("packed_dropout", (5, 17), (9, 33), (3, 17), (9, 20), softcap=1.5, slopes="samples", dropout_p=0.3),
 ]
 
 
-GATE_OF_TWIN = {"softcap", "bias_of_rows", "mask", "all", "all_of_one", "packed_softcap"}
+GATE_OF_TWIN = {"no_keys", "no_rows", "softcap", "bias_of_rows", "mask", "all", "all_of_one", "packed_softcap"}
 
 
 @pytest.mark.parametrize("impl, batch", [
@@ -197,8 +199,10 @@ def test_dtypes(impl, dtype):
 
 
 @st.composite
-def drawn_scores(draw, impl):
-    batch = draw(drawn_batches(impl))
+def drawn_scores(draw, impl, head_dims=()):
+    batch = draw(drawn_batches(impl, head_dims))
+    if draw(st.booleans()):
+        return Scored(**vars(batch))
     has_bias = not batch.is_packed and draw(st.booleans())
     changes = dict(bias=tuple(draw(st.booleans()) for _ in range(4)) if has_bias else None,
                    softcap=draw(st.sampled_from([0.0, 0.0, 0.5, 3.0, 50.0])),
@@ -210,13 +214,14 @@ def drawn_scores(draw, impl):
 @each_impl
 def test_drawn_scores(impl, poisoned_outputs):
     # Triton compiles for each of them.
-    check_drawn_batches(impl, 1, 5 if impl == "triton" else 20, drawn_scores(impl), check_scored)
+    check_drawn_batches(impl, 1, 10 if impl == "triton" else 60, drawn_scores(impl), check_scored)
 
 
 @each_seed
 @pytest.mark.parametrize("impl", KERNELS)
 def test_many_drawn_scores(impl, seed, poisoned_outputs):
-    check_drawn_batches(impl, seed, 13 if impl == "triton" else 63, drawn_scores(impl), check_scored)
+    check_drawn_batches(impl, seed, 20 if impl == "triton" else 120, drawn_scores(impl, head_dims_of(impl)),
+                        check_scored)
 
 
 def eager(q, k, v, softcap=0.0, alibi_slopes=None, attn_bias=None):
@@ -304,12 +309,9 @@ def test_rows_that_a_mask_hides_are_not_left_to_sdpa(dtype, monkeypatch):
 
 @each_impl
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_infinities_and_nan_in_a_bias(value, dtype, impl):
+def test_infinities_and_nan_in_a_bias(value, impl):
     """Results are those of torch's math."""
-    backend, device = IMPLS[impl]
-    if impl in OF_16_BITS and dtype != torch.bfloat16 or dtype == torch.float64 != DTYPES[impl]:
-        pytest.skip("cannot serve it")
+    (backend, device), dtype = IMPLS[impl], DTYPES[impl]
     q, k, v = inputs(dtype=dtype, device=device, head_dim_v=16)
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
     bias = randn(1, H, 7, 9, seed=4, dtype=dtype, device=device)
@@ -319,8 +321,7 @@ def test_infinities_and_nan_in_a_bias(value, dtype, impl):
     want = scores.softmax(-1) @ v.double()
     assert want.isnan().any() == (value != -math.inf)
     assert out.isnan().equal(want.isnan())
-    assert_close(out.double(), want, equal_nan=True, **(dict(rtol=2e-2, atol=2e-2) if dtype == torch.bfloat16 else
-                                                       dict(rtol=1e-5, atol=1e-5)))
+    assert_close(out.double(), want, equal_nan=True, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     want = scores.logsumexp(-1)
     assert lse.isfinite().equal(want.isfinite())  # some kernels have NaN for inf
     assert_close(lse.double()[want.isfinite()], want[want.isfinite()], rtol=1e-3, atol=1e-3)
@@ -400,23 +401,14 @@ def test_autocast_leaves_the_bias_and_sinks(backend):
 @pytest.mark.parametrize("head_dim_v", [16, 96, 128, 192, 256])  # tiles of each width
 @each_impl_but_slow_twin
 def test_masks_of_any_memory(impl, head_dim_v):
-    """Transposed, with gaps, at any address, with a byte of 255 for True, and expanded; several blocks of keys."""
+    """At any address, and with a byte of 255 for True; several blocks of keys. Drawn batches have any strides."""
     backend, device = IMPLS[impl]
     if head_dim_v > 16 and impl not in ON_TENSOR_CORES:
         pytest.skip("has no such tiles")
     q, k, v = inputs(70, 333, DTYPES[impl], device, head_dim_v)
     seen = mask(B, H, 70, 333).to(device)
-    gaps = torch.zeros(B, H, 140, 667, dtype=torch.bool, device=device)
-    gaps[..., ::2, 1::2] = seen
     late = torch.nn.functional.pad(seen, (5, 0))[..., 5:]
-    of_keys, of_rows = late[:, :1, :1].expand(B, H, 70, 333), seen[:1, 1:2, :, :1].expand(B, H, 70, 333)
     of_255 = torch.where(seen, 255, 0).to(torch.uint8).view(torch.bool)
-    outs = []
-    for view in (seen, seen.mT.contiguous().mT, seen.transpose(0, 1).contiguous().transpose(0, 1), gaps[..., ::2, 1::2],
-                 late, of_255, of_keys, of_rows):
-        outs.append(flash_attention(q, k, v, attn_bias=view, backend=backend))
-        want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), view.bool(),
-                                                                enable_gqa=True)
-        close(outs[-1], want, TOLERANCE[DTYPES[impl]])
-    if backend == "cuda":  # the compiler of the twin makes another kernel for other strides
-        assert all(out.equal(outs[0]) for out in outs[:6])
+    want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), seen, enable_gqa=True)
+    for view in (seen, late, of_255):
+        close(flash_attention(q, k, v, attn_bias=view, backend=backend), want, TOLERANCE[DTYPES[impl]])

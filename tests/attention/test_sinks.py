@@ -1,4 +1,4 @@
-"""Attention sinks and V of another head_dim: conventions and spellings.
+"""Attention sinks: of any dtype and memory, and far from all scores.
 
 test_lengths.py compares their results and gradients with a loop in fp64, together with lengths, windows and dropout.
 """
@@ -10,48 +10,42 @@ import torch
 from torch.testing import assert_close
 
 from conftest import OF_16_BITS
-from minimal_attn import flash_attention, flash_attn_func, flash_attn_varlen_func, reference_attention
+from minimal_attn import flash_attention, reference_attention
 from minimal_attn.backends import auto as choice
-from test_lengths import DEVICE, IMPLS, Batch, by_loop, each_impl, make, make_sinks, run
+from test_lengths import DEVICE, IMPLS, Batch, by_loop, close, each_impl, make, make_sinks, run
 
 
-
-def inputs(impl="torch", B=2, H=4, Hk=2, Sq=20, Sk=33, D=16, head_dim_v=24, dtype=None):
-    """q, k, v and sinks."""
-    device = IMPLS[impl][1]
-    dtype = dtype or (torch.bfloat16 if impl in OF_16_BITS else torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    shapes = (B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, head_dim_v), (H,)
-    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-
-
-def tolerance(x):
-    return dict(rtol=2e-2, atol=2e-2) if x.dtype.itemsize == 2 else dict(rtol=1e-5, atol=1e-5)
+def dtype_of(impl):
+    return torch.bfloat16 if impl in OF_16_BITS else torch.float32
 
 
 @each_impl
-def test_no_keys_at_all(impl):
-    q, k, v, sinks = (x.requires_grad_() for x in inputs(impl, Sk=0))
-    out, lse = flash_attention(q, k, v, sinks=sinks, return_lse=True, backend=IMPLS[impl][0])
-    assert out.shape == (2, 4, 20, 24) and (out == 0).all()
-    assert lse.equal(sinks.float()[:, None].expand_as(lse))
-    dlse = torch.randn_like(lse)
-    dq, dsinks = torch.autograd.grad([out, lse], [q, sinks], [torch.ones_like(out), dlse])
-    assert (dq == 0).all()
-    assert_close(dsinks, dlse.sum((0, 2)).to(dsinks.dtype))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradient_of_sinks_has_their_dtype(impl, dtype):
+    """Also of an expanded one, whose gradient is a sum."""
+    batch = Batch("sinks", (20,) * 2, (33,) * 2, causal=True, is_packed=False, D=16, head_dim_v=24)
+    q, k, v, _, _ = make(batch, dtype_of(impl), IMPLS[impl][1])
+    for sinks in (torch.tensor([0.3, -1, 2, 0]), torch.tensor([0.3])):
+        sinks, exact = (sinks.to(dtype).to(q.device, x).requires_grad_() for x in (dtype, torch.float64))
+        out, lse = flash_attention(q, k, v, True, sinks=sinks.expand(4), return_lse=True, backend=IMPLS[impl][0])
+        got, = torch.autograd.grad(out.float().square().sum() + lse.sum(), sinks)
+        out, lse = reference_attention(*(x.double() for x in (q, k, v)), True, sinks=exact.expand(4), return_lse=True)
+        want, = torch.autograd.grad(out.square().sum() + lse.sum(), exact)
+        assert got.dtype == dtype
+        close(got, want, 1e-4 if dtype == q.dtype == torch.float32 else 3e-2)
 
 
 @each_impl
 def test_sinks_far_from_all_scores(impl):
     """Sinks far below change nothing but rows without keys; sinks far above take all."""
-    q, k, v, _ = inputs(impl, Sq=30, Sk=12)
-    given = [x.requires_grad_() for x in (q, k, v)]
+    batch = Batch("far", (30,) * 2, (12,) * 2, is_packed=False, D=16)
+    q, k, v = given = [x.requires_grad_() for x in make(batch, dtype_of(impl), IMPLS[impl][1])[:3]]
     options = dict(causal=True, return_lse=True, backend=IMPLS[impl][0])
     want, want_lse = flash_attention(*given, **options)
     for value in (-100.0, -3e4, -math.inf):
         sinks = torch.full((4,), value, dtype=torch.float32, device=q.device, requires_grad=True)
         out, lse = flash_attention(*given, sinks=sinks, **options)
-        assert_close(out, want, **tolerance(q))
+        close(out, want.double(), 2e-2 if q.dtype.itemsize == 2 else 1e-5)
         assert_close(lse[:, :, 18:], want_lse[:, :, 18:], rtol=1e-5, atol=1e-5)
         total = out.float().sum() + lse[:, :, 18:].sum()
         assert all(x.isfinite().all() for x in torch.autograd.grad(total, [*given, sinks]))
@@ -62,35 +56,6 @@ def test_sinks_far_from_all_scores(impl):
     gradients = torch.autograd.grad(out.float().sum() + lse.sum(), [*given, sinks])
     assert all((x == 0).all() for x in gradients[:3])
     assert_close(gradients[3], torch.full_like(sinks, 2 * 30), rtol=1e-2, atol=0)  # an ulp of 3e4 is 2e-3
-
-
-@each_impl
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_gradient_of_sinks_has_their_dtype(impl, dtype):
-    q, k, v, sinks = inputs(impl)
-    sinks = sinks.to(dtype).requires_grad_()
-    out, lse = flash_attention(q, k, v, True, sinks=sinks, return_lse=True, backend=IMPLS[impl][0])
-    got, = torch.autograd.grad(out.float().square().sum() + lse.sum(), sinks)
-    exact = sinks.detach().double().requires_grad_()
-    out, lse = reference_attention(*(x.double() for x in (q, k, v)), True, sinks=exact, return_lse=True)
-    want, = torch.autograd.grad(out.square().sum() + lse.sum(), exact)
-    assert got.dtype == dtype
-    wide = dtype == torch.float32 and q.dtype == torch.float32
-    assert_close(got.double(), want, rtol=1e-4 if wide else 3e-2, atol=1e-4 if wide else 3e-2)
-
-
-@each_impl
-def test_sinks_of_any_memory(impl):
-    """A view, and an expanded one, whose gradient is a sum."""
-    q, k, v, sinks = inputs(impl)
-    backend = IMPLS[impl][0]
-    want = flash_attention(q, k, v, sinks=sinks, backend=backend)
-    assert flash_attention(q, k, v, sinks=torch.stack([sinks, sinks], 1)[:, 0], backend=backend).equal(want)
-    one = torch.tensor([0.3], device=q.device, requires_grad=True)
-    each = one.detach().repeat(4).requires_grad_()
-    got, want = (torch.autograd.grad(flash_attention(q, k, v, sinks=x, backend=backend).float().square().sum(), leaf)[0]
-                 for x, leaf in ((one.expand(4), one), (each, each)))
-    assert_close(got, want.sum()[None])
 
 
 @pytest.mark.parametrize("is_counted, backend", [(True, "torch"), (False, "cuda")])
@@ -118,8 +83,8 @@ def test_scores_as_large_as_their_sink():
         sinks = torch.tensor([sign * 2048.0, sign * 2048.0 + 1], device=DEVICE)  # scores are ± 2048
         v = torch.randn(1, 1, 5, 16, device=DEVICE)
         (out, lse), (want, want_lse, _) = run("triton", batch, q, k, v, sinks), by_loop(batch, q, k, v, sinks)
-        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=0)
+        assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+        assert_close(lse.double(), want_lse, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -135,10 +100,10 @@ def test_sinks_as_far_as_can_be(sinks, window, dtype):
     want, want_lse, _ = by_loop(batch, *exact)
     out, lse = run("triton", batch, *given)
     atol = 1e-2 if dtype == torch.float16 else 1e-4
-    torch.testing.assert_close(lse, want_lse.float(), rtol=atol, atol=atol)
+    assert_close(lse, want_lse.float(), rtol=atol, atol=atol)
     wants = want, *torch.autograd.grad([want, want_lse], exact, [dout.double(), dlse.double()])
     for x, y in zip((out, *torch.autograd.grad([out, lse], given, [dout, dlse])), wants):
-        torch.testing.assert_close(x.double(), y, rtol=atol, atol=atol)
+        assert_close(x.double(), y, rtol=atol, atol=atol)
 
 
 def test_nan_in_dlse_of_rows_without_keys():
@@ -151,59 +116,3 @@ def test_nan_in_dlse_of_rows_without_keys():
     dlse[:, :, :4] = math.nan
     *got, dsinks = torch.autograd.grad(outputs, given, [dout, dlse])
     assert all(map(torch.equal, got, want)) and dsinks.isnan().all()
-
-
-# The functions of flash-attn.
-
-def rows_first(x):
-    return x.transpose(1, 2)
-
-
-@each_impl
-@pytest.mark.parametrize("name", ["s_aux", "learnable_sink", "sinks"])
-def test_names_of_sinks(impl, name):
-    backend = IMPLS[impl][0]
-    q, k, v, sinks = inputs(impl)
-    want, want_lse = flash_attention(q, k, v, True, sinks=sinks, return_lse=True, backend=backend)
-    q, k, v = map(rows_first, (q, k, v))
-    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True, backend=backend, **{name: sinks})
-    assert_close(out, rows_first(want))
-    assert_close(lse, want_lse)
-    cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32, device=q.device) for n in (20, 33))
-    out, lse = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens_q, cu_seqlens_k, 20, 33,
-                                      causal=True, return_lse=True, backend=backend, **{name: sinks})
-    assert_close(out.view(2, 20, 4, 24), rows_first(want), **tolerance(q))
-    assert_close(lse.view(4, 2, 20).transpose(0, 1), want_lse, rtol=1e-5, atol=1e-5)
-
-
-@each_impl
-def test_out_has_the_head_dim_of_v(impl):
-    backend = IMPLS[impl][0]
-    q, k, v, sinks = inputs(impl)
-    q, k, v = map(rows_first, (q, k, v))
-    place = torch.empty(2, 20, 4, 24, device=q.device, dtype=q.dtype)
-    assert flash_attn_func(q, k, v, out=place, s_aux=sinks, backend=backend) is place
-    assert place.equal(flash_attn_func(q, k, v, s_aux=sinks, backend=backend))
-    with pytest.raises(ValueError, match=r"out must be .* of shape \(2, 20, 4, 24\)"):
-        flash_attn_func(q, k, v, out=torch.empty_like(q), backend=backend)
-    with pytest.raises(ValueError, match="out cannot be given where gradients are wanted"):
-        flash_attn_func(q, k, v, out=place, s_aux=sinks.requires_grad_(), backend=backend)
-
-
-@pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func])
-def test_two_names_at_once(function):
-    q, k, v, sinks = inputs(B=1)
-    q, k, v = map(rows_first, (q, k, v))
-    cu_seqlens = torch.tensor([0, 20], dtype=torch.int32)
-    arguments = (q, k, v) if function is flash_attn_func else (q[0], k[0], v[0], cu_seqlens, cu_seqlens)
-    with pytest.raises(TypeError, match=f"^{function.__name__}: s_aux and sinks are names of the same argument"):
-        function(*arguments, s_aux=sinks, sinks=sinks)
-    with pytest.raises(TypeError, match=f"^{function.__name__}: s_aux and learnable_sink are names of the same"):
-        function(*arguments, s_aux=sinks, learnable_sink=sinks)
-
-
-def test_sinks_of_float64_and_of_3d_inputs():
-    q, k, v, sinks = (x.cpu() for x in inputs(dtype=torch.float64))
-    assert flash_attention(q, k, v, sinks=sinks).dtype == torch.float64
-    with pytest.raises(ValueError, match=r"sinks must be .* of shape .*\(1,\)"):
-        flash_attention(q[:, 0], k[:, 0], v[:, 0], sinks=sinks)

@@ -358,8 +358,11 @@ def test_a_plan_of_equal_lengths_is_not_that_of_others():
                                             (128, 32, False), (16, 256, True)])
 def test_attention_with_given_tiles(BM, BN, causal):
     case = Case("", B=1, H=2, Hk=1, Sq=150, Sk=130, D=40, causal=causal, sm_scale=0.5)
-    q, k, v = make_inputs(case, torch.float16, DEVICE)
+    q, k, v, dout = make_all(case, torch.float16, DEVICE)
     check_error(attention(q, k, v, causal, 0.5, BM, BN), exact(case, q, k, v)[0], base(case, q, k, v))
+    if BM == 32:
+        found = gradients(lambda *inputs: attention(*inputs, causal, 0.5, BM, BN), q, k, v, dout)
+        check(case, found, q, k, v, dout)
 
 
 def test_flash_attn_func_of_the_twin():
@@ -592,18 +595,6 @@ def test_two_threads_that_cannot_compile_gluon_both_fall_back(monkeypatch, on_ho
         warnings.simplefilter("ignore")
         list(pool.map(lambda window: run(q, q, q, Options.of(0.1, window, autotune=False)), ((-1, -1), (-1, 0))))
     assert len(served) == 2 and twin.hopper_error and "of Gluon" not in twin._plans
-
-
-@pytest.mark.parametrize("dtype, tangent", [(torch.float16, True), (torch.float8_e5m2, False)])
-def test_suggested_backend_has_the_derivative(dtype, tangent):
-    x = torch.randn(1, 2, 20, 16, device=DEVICE).to(dtype)
-    with torch.autograd.forward_ad.dual_level():
-        q = torch.autograd.forward_ad.make_dual(x, x.clone()) if tangent else x.clone().requires_grad_()
-        with pytest.raises(NotImplementedError) as error:
-            flash_attention(q, x, x, backend="triton")
-        instead = str(error.value).rpartition("backend='")[2].removesuffix("'")
-        out = flash_attention(q, x, x, backend=instead)
-        assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None if tangent else out.requires_grad
 
 
 # The oldest Triton that a torch served here asks for, with a NumPy that its interpreter takes, and the newest one.

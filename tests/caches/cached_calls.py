@@ -1,5 +1,5 @@
 """Calls of attention to caches, their tensors, and their results by a loop over rows in fp64: what test_kvcache.py,
-test_append.py, test_cache_names.py and test_tree_mask.py share.
+test_append.py and test_cache_names.py share.
 """
 
 import itertools
@@ -7,19 +7,26 @@ import math
 from dataclasses import dataclass
 from typing import Optional
 
+import pytest
 import torch
 
 from cases import close
 from conftest import HAS_GPU
-from minimal_attn import attention_with_kvcache
+from minimal_attn import attention as interface, attention_with_kvcache
+from test_lengths import TOLERANCE, Batch, by_loop as loop_over_samples
 
 # The backends to test, and the dtype in which each is judged: float64 where it is served, so that a wrong mask cannot
 # hide in roundings. A backend that gets kernels for caches is added here.
 BACKENDS = {"reference": torch.float64, "torch": torch.float64, "triton": torch.float32,
             "cuda": torch.float16 if HAS_GPU else torch.float64}
 DEVICE = "cuda" if HAS_GPU else "cpu"
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 GARBAGE = -7, 10**6  # page ids that must not be read
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    assert interface.BACKENDS[request.param].why_not(torch.device(DEVICE)) is None  # loads it
+    return request.param
 
 
 @dataclass(frozen=True)
@@ -170,40 +177,28 @@ def rounded(x, dtype):
 
 
 def by_loop(call, q, k, v, given):
-    """(out, lse) in fp64, a row at a time, by the definitions."""
+    """(out, lse) in fp64, one sample after the other, of keys that are gathered by their definition."""
     q, k, v = (x.double() for x in (q, k, v))
-    B, key_head = len(call.rows), torch.arange(call.H) // (call.H // call.Hk)
     out, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -math.inf)
-    left, right = call.window[0], 0 if call.causal else call.window[1]
-    scale = 1 / math.sqrt(call.D) if call.sm_scale is None else call.sm_scale
-    slopes = given.get("alibi_slopes", torch.zeros(call.H)).double().expand(B, call.H)
-    sinks = given.get("sinks", torch.full((call.H,), -math.inf)).double()
-    for b in range(B):
+    for b, rows in enumerate(call.seqused_q or call.rows):
         begin = int(given["leftpad_k"][b]) if call.leftpad else 0
         end = int(given["seqused_k"][b]) if call.has_lengths else call.capacity
         place, page = torch.arange(begin, end), torch.full((end - begin,), sequence_of(given, b))
         if call.is_paged:
             page = given["page_table"][page, place // call.size]
-        keys, values = (x[page, :, place % call.size][:, key_head] for x in (k, v))  # (n, H, D)
-        seqlen_q = call.seqused_q[b] if call.seqused_q else call.rows[b]
-        for i in range(seqlen_q):
-            row, distance = place_of_row(call, b, i), i + len(keys) - seqlen_q - torch.arange(len(keys))
-            lse[row] = sinks
-            seen = ((distance <= left) | (left < 0)) & ((distance >= -right) | (right < 0))
-            if call.chunk:
-                own = i + len(keys) - seqlen_q
-                seen &= (own - distance) // call.chunk == own // call.chunk
-            if call.tree is not None:
-                new = i - distance  # the number of a key among the new ones
-                seen = (new < 0) | call.tree.expand(B, -1, -1)[b, i, new.clamp(min=0)]
-            if not seen.any():
-                continue
-            scores = (keys[seen] * q[row]).sum(-1).T * scale
-            if call.softcap:
-                scores = call.softcap * (scores / call.softcap).tanh()
-            scores = scores - slopes[b, :, None] * distance[seen].abs()
-            lse[row] = torch.cat([scores, sinks[:, None]], 1).logsumexp(1)
-            out[row] = ((scores.T - lse[row]).exp()[..., None] * values[seen]).sum(0)
+        keys, values = (x[page, :, place % call.size].transpose(0, 1)[None] for x in (k, v))
+        own, seen = place_of_row(call, b, slice(0, rows)), None
+        if call.tree is not None:
+            new = torch.arange(end - begin) - (end - begin - rows)  # the number of a key among the new ones
+            tree = call.tree.expand(len(call.rows), -1, -1)[b, :rows]
+            seen = (new < 0) | tree[:, new.clamp(min=0)]
+        sample = Batch("sample", (rows,), (end - begin,), window=call.window, causal=call.causal, is_packed=False,
+                       H=call.H, Hk=call.Hk, D=call.D, head_dim_v=call.head_dim_v, sm_scale=call.sm_scale,
+                       softcap=call.softcap, chunk=call.chunk)
+        slopes = given["alibi_slopes"].expand(len(call.rows), -1)[b] if call.slopes else None
+        result = loop_over_samples(sample, q[own][None], keys, values, given.get("sinks"), slopes,
+                                   seen=seen if seen is None else seen.expand(1, call.H, -1, -1))
+        out[own], lse[own] = result[0][0], result[1][0]
     return out, lse
 
 

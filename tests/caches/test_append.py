@@ -16,23 +16,17 @@ import torch
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from cached_calls import (BACKENDS, DEVICE, GARBAGE, TOLERANCE, Call, by_loop, close, ints, make, on_device,
-                          place_of_row, rows_first, sequence_of)
+from cached_calls import (BACKENDS, DEVICE, GARBAGE, TOLERANCE, Call, backend, by_loop, close, ints,  # noqa: F401
+                          make, on_device, place_of_row, rows_first, sequence_of)
 from cases import check_drawn, each_seed, make_tensor, slow_unless
 from conftest import HAS_GPU, captured
 from minimal_attn import (append_to_kvcache, attention as interface, attention_with_kvcache, flash_attn_with_kvcache,
                           reshape_and_cache)
 from minimal_attn.options import Append
 from minimal_attn.reference.append import append_in_torch
-from test_kvcache import drawn_calls
+from test_kvcache import BRANCHES, drawn_calls
 
 cpu = pytest.mark.cpu
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    assert interface.BACKENDS[request.param].why_not(torch.device(DEVICE)) is None  # loads it
-    return request.param
 
 
 @dataclass(frozen=True)
@@ -145,18 +139,12 @@ def check(backend, case, dtype, seed=0, attends=True):
 
 CASES = [
     case("decode", (1,) * 3, (1,) * 3, (9, 1, 20), 20),
-    case("prefill", (7,) * 2, (7,) * 2, (7, 7), 20),
-    case("chunk", (5,) * 3, (5,) * 3, (9, 5, 20), 20),
-    case("more_rows_than_keys", (1,) * 2, (4,) * 2, (9, 2), 20),
     case("fewer_rows_than_keys", (4,) * 2, (1,) * 2, (9, 4), 20),
     case("not_causal", (3,) * 2, (3,) * 2, (9, 3), 20, causal=False),
     case("batch_idx", (2,) * 3, (2,) * 3, (9, 7, 20), 20, has_batch_idx=True),
-    case("leftpad", (2,) * 3, (2,) * 3, (9, 2, 12), 20, leftpad=(3, 5, 0)),
     case("leftpad_batch_idx", (1,) * 2, (1,) * 2, (9, 4), 20, leftpad=(3, 16), has_batch_idx=True),
-    *(case(f"pages_of_{size}", (4,) * 3, (4,) * 3, (9, 4, 33), size, is_paged=True) for size in (1, 3, 16)),
-    case("pages_leftpad", (2,) * 2, (2,) * 2, (9, 20), 4, is_paged=True, leftpad=(6, 3)),
+    *(case(f"pages_of_{size}", (4,) * 3, (4,) * 3, (9, 4, 33), size, is_paged=True) for size in (1, 3)),
     case("pages_batch_idx", (2,) * 3, (2,) * 3, (9, 2, 20), 4, is_paged=True, has_batch_idx=True, leftpad=(6, 3, 0)),
-    case("packed", (1, 5, 0, 3), (1, 5, 0, 3), (9, 5, 4, 20), 20, packs_new=True, is_packed=True),
     case("packed_pages", (0, 1, 5, 0, 0, 3, 0), (1, 1, 5, 0, 2, 3, 0), (4, 9, 5, 4, 2, 20, 0), 4, packs_new=True,
          is_packed=True, is_paged=True, has_sinks=True),
     case("packed_keys_alone", (1, 0, 3), (2,) * 3, (9, 2, 20), 4, packs_new=True, is_paged=True),
@@ -164,7 +152,6 @@ CASES = [
     case("mixed", (1, 1, 12, 1), (1, 1, 12, 1), (9, 33, 12, 1), 16, packs_new=True, is_packed=True, is_paged=True,
          rotary_dim=16),
     case("rotary", (3,) * 2, (3,) * 2, (9, 20), 20, rotary_dim=16),
-    case("rotary_halves", (3,) * 2, (3,) * 2, (9, 20), 20, rotary_dim=16, interleaved=False),
     case("rotary_in_part", (3,) * 2, (3,) * 2, (9, 20), 3, is_paged=True, rotary_dim=16, D=40),
     case("rotary_halves_in_part", (3,) * 2, (3,) * 2, (9, 20), 20, rotary_dim=32, interleaved=False, D=40),
     case("rotary_seqlens", (3,) * 2, (3,) * 2, (9, 20), 20, rotary_dim=16, rotary_seqlens=(90, 0)),
@@ -175,10 +162,8 @@ CASES = [
          rotary_dim=16, interleaved=False, rotary_seqlens=(3, 0, 99, 50)),
     case("head_dim_v", (2,) * 2, (2,) * 2, (9, 20), 4, is_paged=True, D=24, head_dim_v=40, rotary_dim=16),
     case("interleaved", (2,) * 2, (2,) * 2, (9, 20), 16, is_paged=True, layout="interleaved"),
-    case("interleaved_dense", (2,) * 2, (2,) * 2, (9, 20), 24, layout="interleaved", head_dim_v=8),
-    case("rows", (2,) * 2, (2,) * 2, (9, 20), 4, is_paged=True, layout="rows"),
-    case("slice", (2,) * 2, (2,) * 2, (9, 20), 4, is_paged=True, layout="slice"),
     case("many_heads", (1,) * 3, (1,) * 3, (9, 3, 12), 20, rotary_dim=16, H=70, Hk=35),
+    case("tree", (5,) * 3, (5,) * 3, (9, 5, 33), 4, is_paged=True, causal=False, has_sinks=True, tree=BRANCHES),
     case("full", (2,) * 2, (2,) * 2, (12, 12), 4, is_paged=True),
     case("options", (3,) * 2, (3,) * 2, (9, 20), 4, is_paged=True, window=(6, -1), softcap=1.5, slopes="samples",
          has_sinks=True, num_splits=3),
@@ -194,7 +179,7 @@ def case_of(name):
 
 
 OF_KERNELS = ("decode", "packed_pages", "mixed", "rotary_in_part", "rotary_packed", "rotary_of_q_stands_still",
-              "interleaved", "leftpad_batch_idx")
+              "interleaved", "leftpad_batch_idx", "tree")
 
 
 def is_in_gate(backend, case):
@@ -243,7 +228,8 @@ def test_rotation_rounds_once(backend, dtype):
 
 @st.composite
 def drawn_cases(draw):
-    call, packs_new = draw(drawn_calls().filter(lambda call: not call.shares_pages)), draw(st.booleans())
+    call = draw(drawn_calls().filter(lambda call: not call.shares_pages and call.tree is None))
+    packs_new = draw(st.booleans())
     new = [draw(st.integers(0, min(n, 6))) for n in call.keys]
     rotary_dim = draw(st.sampled_from([x for x in (0, 16, 32) if x <= call.D]))
     positions = st.none() | st.tuples(*[st.integers(0, 90)] * len(new))
@@ -363,19 +349,6 @@ def test_positions_beyond_the_tables_count_as_the_last(backend):
     assert q_far[:, :, 0].equal(q_near[:, :, 0]) and k_far[1, :, 0].equal(k_near[1, :, 0])
 
 
-def test_two_rows_at_one_place(backend):
-    """Each element is that of one of them, whichever it is, and nothing else is written."""
-    dtype = BACKENDS[backend]
-    k = torch.randn(2, 2, 1, 16, dtype=dtype, device=DEVICE)
-    caches = [torch.zeros(3, 2, 4, 16, dtype=dtype, device=DEVICE) for _ in "kv"]
-    lengths = append_to_kvcache(k, -k, *caches, ints(3, 3), cache_batch_idx=ints(1, 1), backend=backend)
-    assert lengths.tolist() == [4, 4]
-    for cache, rows in zip(caches, (k, -k)):
-        assert (cache[1, :, 3] == rows[:, :, 0]).any(0).all()
-        cache[1, :, 3] = 0
-        assert not cache.any()
-
-
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_empty(backend, is_packed):
     """No new rows, no samples, no room, no pages: nothing is written, and q is still rotated."""
@@ -426,8 +399,8 @@ def test_last_dimension_of_new_rows_may_have_any_stride():
 # torch.compile.
 
 @pytest.mark.parametrize("backend, name", [
-    ("reference", "leftpad_batch_idx"), ("torch", "rotary_packed"), ("triton", "rotary_packed"),
-    ("cuda", "rotary_packed"), ("cuda", "leftpad_batch_idx")])
+    ("reference", "leftpad_batch_idx"), ("torch", "rotary_packed"), ("triton", "rotary_packed"), ("triton", "tree"),
+    ("cuda", "rotary_packed"), ("cuda", "leftpad_batch_idx"), ("cuda", "tree"), ("torch", "pages_batch_idx")])
 def test_compiles_fullgraph(backend, name):
     x = case_of(name)
     inputs = make_inputs(x, BACKENDS[backend])

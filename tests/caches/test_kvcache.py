@@ -4,15 +4,17 @@ test_cache_names.py has flash-attn's names, test_cache_errors.py bad input.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from cached_calls import BACKENDS, DEVICE, GARBAGE, Call, by_loop, check_call, close, ints, make, on_device
+from cached_calls import (BACKENDS, DEVICE, GARBAGE, TOLERANCE, Call, backend, by_loop, check_call, close,  # noqa: F401
+                          ints, make, on_device)
 from cases import check_drawn, check_error, check_lse, each_seed
-from conftest import HAS_GPU, needs_gib
+from conftest import HAS_GPU, captured, needs_gib
 from minimal_attn import attention as interface, attention_with_kvcache, flash_attn_with_kvcache, pack_tree_mask
 from minimal_attn.backends import triton as twin
 from minimal_attn.options import Cache, Lengths, Options
@@ -21,25 +23,30 @@ twin.why_not_imported()  # registers the twin and its ops
 cpu = pytest.mark.cpu
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
+def draft(parents):
+    """bool (Sq, Sq) of tokens with these parents, which are tokens before them or -1 for none."""
+    is_seen = torch.eye(len(parents), dtype=torch.bool)
+    for token, parent in enumerate(parents):
+        if parent >= 0:
+            is_seen[token] |= is_seen[parent]
+    return is_seen
 
 
+CAUSAL, BRANCHES = draft(range(-1, 4)), draft([-1, 0, 0, 1, 2])  # five tokens, in one branch and in two
+EACH = torch.stack([BRANCHES, CAUSAL, ~CAUSAL])  # the last one hides all new keys of some rows
+PARENTS = torch.arange(64) - 1 - torch.randint(3, (64,), generator=torch.Generator().manual_seed(0))
 CALLS = [
     Call("decode", (1,) * 3, (9, 1, 20), 20),
     Call("decode_without_lengths", (1,) * 2, (20, 20), 20, has_lengths=False),
-    Call("no_keys", (1,) * 3, (0, 5, 0), 8),
     Call("no_keys_sinks", (2,) * 3, (0, 5, 1), 8, has_sinks=True, causal=True),
     Call("some_rows_causal", (5,) * 3, (9, 3, 20), 20, causal=True),  # the second sample has rows without keys
     Call("batch_idx", (2,) * 3, (9, 7, 20), 20, has_batch_idx=True),
     Call("leftpad", (2,) * 3, (9, 0, 12), 20, leftpad=(3, 5, 0), causal=True),
     Call("leftpad_batch_idx", (1,) * 2, (9, 4), 20, leftpad=(3, 16), has_batch_idx=True),
-    *(Call(f"pages_of_{size}", (1,) * 3, (9, 0, 33), size, is_paged=True) for size in (1, 3, 16)),
+    *(Call(f"pages_of_{size}", (1,) * 3, (9, 0, 33), size, is_paged=True) for size in (1, 16)),
     Call("pages_without_lengths", (4,) * 2, (32, 32), 16, is_paged=True, has_lengths=False),
     Call("pages_batch_idx", (2,) * 3, (9, 0, 20), 4, is_paged=True, has_batch_idx=True, leftpad=(6, 3, 0)),
     Call("pages_shared", (2,) * 3, (9, 4, 20), 4, is_paged=True, shares_pages=True, causal=True),
-    Call("packed", (1, 5, 0, 3), (9, 5, 4, 20), 20, is_packed=True, causal=True),
     Call("packed_pages", (1, 5, 0, 3), (9, 5, 4, 20), 4, is_packed=True, is_paged=True, causal=True, has_sinks=True),
     Call("packed_pages_batch_idx", (1, 5, 0), (9, 5, 4), 4, is_packed=True, is_paged=True, has_batch_idx=True,
          leftpad=(6, 0, 3), head_dim_v=40),
@@ -47,7 +54,6 @@ CALLS = [
     Call("seqused_q", (6,) * 3, (100, 70, 90), 105, seqused_q=(2, 0, 6), causal=True, has_sinks=True),
     Call("window", (3,) * 3, (9, 2, 33), 40, window=(4, 1)),
     Call("window_causal_pages", (3,) * 3, (190, 2, 71), 16, is_paged=True, window=(70, -1), causal=True),
-    Call("window_leftpad", (1,) * 2, (9, 12), 20, leftpad=(2, 8), window=(3, 0)),
     Call("window_right", (5,) * 3, (147, 0, 66), 155, window=(-1, 1), leftpad=(3, 0, 1)),
     Call("window_of_splits", (5,) * 3, (150, 3, 67), 155, window=(20, 2), num_splits=3),
     Call("window_largest", (2,) * 2, (150, 67), 155, window=(2**31 - 257, 2**31 - 257)),
@@ -56,10 +62,7 @@ CALLS = [
     Call("chunks_packed", (1, 40, 3), (9, 130, 70), 140, is_packed=True, causal=True, chunk=50, window=(30, 0)),
     Call("softcap", (2,) * 2, (9, 20), 4, is_paged=True, softcap=1.5, sm_scale=2.0),
     Call("negative_scale", (2,) * 3, (150, 0, 67), 155, sm_scale=-0.4, causal=True),
-    Call("zero_scale", (2,) * 3, (150, 0, 1), 155, sm_scale=0.0, causal=True),
-    Call("alibi", (3,) * 2, (9, 20), 4, is_paged=True, slopes="heads"),
     Call("alibi_of_samples", (3, 1), (9, 20), 4, is_paged=True, is_packed=True, slopes="samples", causal=True),
-    Call("alibi_leftpad", (2,) * 2, (9, 12), 20, leftpad=(2, 8), slopes="samples"),
     Call("all_options", (4,) * 3, (150, 0, 67), 3, is_paged=True, softcap=2.0, slopes="samples", has_sinks=True,
          window=(30, 1)),
     Call("head_dim_v", (2,) * 2, (9, 20), 4, is_paged=True, D=24, head_dim_v=40),
@@ -67,12 +70,9 @@ CALLS = [
     Call("gqa_of_3", (3,) * 2, (90, 130), 3, is_paged=True, causal=True, H=6),
     Call("gqa_of_20", (2,) * 2, (90, 130), 135, causal=True, H=20, Hk=1),
     Call("interleaved", (2,) * 2, (9, 20), 16, is_paged=True, layout="interleaved", causal=True),
-    Call("interleaved_dense", (2,) * 2, (9, 20), 24, layout="interleaved", head_dim_v=8),
     Call("rows", (2,) * 2, (9, 20), 4, is_paged=True, layout="rows"),
-    Call("slice", (2,) * 2, (9, 20), 4, is_paged=True, layout="slice"),
     # Keys beyond a block of a kernel, which may be split, and rows beyond a tile.
     Call("one_split", (3,) * 3, (150, 0, 2), 16, is_paged=True, num_splits=1, causal=True, has_sinks=True),
-    Call("three_splits", (1,) * 3, (200, 0, 67), 205, num_splits=3),
     Call("splits_of_pages", (2,) * 2, (90, 700), 16, is_paged=True, num_splits=4, has_sinks=True),
     Call("many_splits", (1,) * 2, (1100, 65), 1105, num_splits=256, H=2, Hk=1, slopes="heads"),  # late maxima
     Call("pages_of_100", (1,) * 3, (50, 98, 102), 100, is_paged=True, leftpad=(100, 1, 99)),
@@ -82,6 +82,14 @@ CALLS = [
     Call("packed_beyond_max_seqlen_q", (1, 20, 1), (130, 140, 66), 16, is_packed=True, is_paged=True, causal=True,
          max_seqlen_q=2),
     Call("odd", (2,) * 2, (150, 67), 155, D=17, head_dim_v=70, causal=True, layout="odd"),
+    # Tree masks of drafts. The second sample of some has fewer keys than rows.
+    Call("tree", (5,) * 3, (90, 3, 70), 95, tree=BRANCHES),
+    Call("tree_leftpad", (5,) * 3, (83, 3, 69), 95, leftpad=(7, 0, 1), tree=BRANCHES),
+    Call("tree_seqused_q", (5,) * 3, (90, 3, 70), 95, seqused_q=(5, 0, 3), tree=EACH),
+    Call("tree_splits", (5,) * 3, (90, 3, 70), 95, num_splits=2, tree=EACH),
+    # Bit 63 of a word, more rows than a tile has, and keys that are split.
+    Call("tree_of_64", (64,) * 2, (185, 46), 190, leftpad=(5, 20), seqused_q=(64, 33), num_splits=3,
+         tree=draft(PARENTS.clamp(min=-1).tolist())),
 ]
 
 
@@ -134,7 +142,7 @@ def drawn_calls(draw):
     seqused_q = draw(st.none() | st.tuples(*(st.integers(0, n) for n in rows)))
     bound = st.sampled_from([-1, -1, 0, 1, 2, 3, 5, 8, 100, 2**40])
     Hk, D = draw(st.integers(1, 3)), draw(st.sampled_from([8, 16, 40]))
-    return Call("drawn", rows, keys, size, is_paged, is_paged and leftpad is None and draw(st.booleans()), is_packed,
+    call = Call("drawn", rows, keys, size, is_paged, is_paged and leftpad is None and draw(st.booleans()), is_packed,
                 has_batch_idx=draw(st.booleans()), leftpad=leftpad, seqused_q=seqused_q,
                 window=(draw(bound), draw(bound)), chunk=draw(st.sampled_from([0, 0, 3, 64])),
                 causal=draw(st.booleans()),
@@ -143,6 +151,10 @@ def drawn_calls(draw):
                 num_splits=draw(st.sampled_from([0, 1, 3, 256])), H=Hk * draw(st.integers(1, 4)), Hk=Hk, D=D,
                 head_dim_v=draw(st.sampled_from([None, 8, 24])),
                 layout=draw(st.sampled_from(["heads", "rows", "interleaved", "slice"])))
+    if is_packed or draw(st.integers(0, 2)):
+        return call
+    is_seen = torch.rand(B, rows[0], rows[0], generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) < 0.4
+    return replace(call, tree=is_seen, causal=False, window=(-1, -1), chunk=0, slopes=None)
 
 
 def check_drawn_calls(backend, seed, max_examples):
@@ -245,28 +257,6 @@ def test_autocast():
             attention_with_kvcache(q, k.half(), k.half())
 
 
-TO_COMPILE = {call.name: call for call in CALLS} | {
-    "tree": Call("tree", (5,) * 3, (90, 3, 70), 95, tree=torch.ones(5, 5).tril().bool())}
-
-
-@pytest.mark.parametrize("backend, name", [
-    ("reference", "leftpad_batch_idx"), ("torch", "packed_pages_batch_idx"), ("triton", "packed_pages_batch_idx"),
-    ("cuda", "packed_pages_batch_idx"), ("cuda", "leftpad_batch_idx"), ("triton", "tree"), ("cuda", "tree")])
-def test_compiles_fullgraph(backend, name):
-    call = TO_COMPILE[name]
-    q, k, v, given = make(call, BACKENDS[backend])
-    given = {name: on_device(x) for name, x in given.items()}
-    q, k, v = map(on_device, (q, k, v))
-
-    def attend(q, k, v, given):
-        return attention_with_kvcache(q, k, v, **given, **call.options(), return_lse=True, backend=backend)
-
-    torch._dynamo.reset()
-    got = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v, given)
-    for x, ref in zip(got, attend(q, k, v, given)):
-        assert_close(x, ref)
-
-
 def test_rows_that_a_page_table_has_not():
     """They have no pages, so that kernels take the nearest. The host reads no numbers where torch.compile traces."""
     q, pages = (torch.randn(n, 2, s, 16, device=DEVICE) for n, s in ((3, 1), (6, 4)))
@@ -277,6 +267,46 @@ def test_rows_that_a_page_table_has_not():
     torch._dynamo.reset()
     got = torch.compile(attend, fullgraph=True, backend="aot_eager")(ints(0, 1, 2, 3).view(2, 2), ints(-1, 2, 1))
     assert_close(got, attend(ints(0, 0, 0, 0, 2, 3).view(3, 2), None))
+
+
+# Tree masks.
+
+def test_words_are_served_as_masks(backend):
+    *qkv, given = make(next(call for call in CALLS if call.name == "tree_seqused_q"), BACKENDS[backend])
+    qkv, given = [on_device(x) for x in qkv], {name: on_device(x) for name, x in given.items()}
+    masks = given.pop("tree_mask")
+    for mask in (masks, masks[0]):
+        words = pack_tree_mask(mask)
+        strided = torch.stack([words, words], -1)[..., 0]
+        want = attention_with_kvcache(*qkv, **given, tree_mask=mask, backend=backend)
+        for x in (words, strided):
+            assert attention_with_kvcache(*qkv, **given, tree_mask=x, backend=backend).equal(want)
+
+
+@cpu
+def test_pack_tree_mask():
+    assert pack_tree_mask(BRANCHES).tolist() == [0b00001, 0b00011, 0b00101, 0b01011, 0b10101]
+    assert pack_tree_mask(torch.ones(64, 64).bool()).eq(-1).all()
+    last = torch.zeros(2, 64, 64).bool()
+    last[1, 3, 63] = True
+    words = pack_tree_mask(last)
+    assert (words.shape, words.dtype, words.is_contiguous()) == ((2, 64), torch.int64, True)
+    assert words[1, 3] == -2**63 and words.count_nonzero() == 1
+    assert pack_tree_mask(torch.ones(0, 0).bool()).shape == (0,)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_graph_serves_other_trees(backend):
+    call = next(call for call in CALLS if call.name == "tree")
+    *qkv, given = make(call, torch.float16)
+    qkv, given = [on_device(x) for x in qkv], {name: on_device(x) for name, x in given.items()}
+    words = given["tree_mask"] = pack_tree_mask(given["tree_mask"]).repeat(3, 1)
+    graph, (out, _) = captured(lambda: attention_with_kvcache(*qkv, **given, return_lse=True, backend=backend))
+    words.copy_(pack_tree_mask(CAUSAL))
+    graph.replay()
+    causal = replace(call, tree=CAUSAL)
+    close(out, by_loop(causal, *make(causal, torch.float16))[0], TOLERANCE[torch.float16])
 
 
 # Triton's op.

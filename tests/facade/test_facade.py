@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minimal_attn
 from conftest import HAS_GPU, IMPLEMENTATIONS, ON_TENSOR_CORES
-from minimal_attn import (available_backends, blockwise_attention, flash_attention, flash_attn_func, forward,
+from minimal_attn import (available_backends, blockwise_attention, flash_attention, flash_attn_func,
                           reference_attention)
 from minimal_attn.attention import BACKENDS
 from minimal_attn.options import Lengths, Options
@@ -27,37 +27,6 @@ def randn(*shapes, device="cpu", dtype=torch.float32):
 
 def qkv(B=2, H=4, Hk=4, Sq=20, Sk=20, D=16, **kw):
     return randn((B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, D), **kw)
-
-
-@each_impl
-def test_flash_attn_func_layout(backend, device):
-    q, k, v = qkv(H=4, Hk=2, Sq=20, Sk=33, device=device)
-    want, want_lse = flash_attention(q, k, v, True, 0.3, return_lse=True, backend=backend)
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    out = flash_attn_func(q, k, v, softmax_scale=0.3, causal=True, deterministic=True, backend=backend)
-    torch.testing.assert_close(out, want.transpose(1, 2))
-    if backend != "torch":  # torch's strides are torch's choice
-        assert out.is_contiguous()
-    out, lse, probs = flash_attn_func(q, k, v, 0.0, 0.3, True, return_attn_probs=True, backend=backend)
-    assert probs is None
-    torch.testing.assert_close(lse, want_lse)
-    out2, lse2 = flash_attn_func(q, k, v, 0.0, 0.3, True, return_lse=True, backend=backend)
-    assert out2.equal(out) and lse2.equal(lse)
-
-
-def test_flash_attn_func_window_size_of_causal():
-    """flash-attn itself turns causal=True into these two numbers, aligned bottom-right as causal is."""
-    q, k, v = (x.transpose(1, 2) for x in qkv(Sq=20, Sk=33))
-    want = flash_attn_func(q, k, v, causal=True)
-    for causal in (False, True):
-        for window_size in ((-1, 0), [-1, 0]):
-            assert flash_attn_func(q, k, v, causal=causal, window_size=window_size).equal(want)
-    assert flash_attn_func(q, k, v, causal=True, window_size=(-1, -1)).equal(want)
-    assert flash_attn_func(q, k, v, causal=True, window_size=(-1, 1)).equal(want)
-    with pytest.raises(TypeError, match="k must be a torch.Tensor, got list"):
-        flash_attn_func(q, k.tolist(), v)
-    with pytest.raises(ValueError, match=r"v must be \(B, S, H, D\), got \(33, 4, 16\)"):
-        flash_attn_func(q, k, v[0])
 
 
 def qkv_of(dtypes, device):
@@ -125,11 +94,6 @@ def test_autocast_leaves_other_dtypes_and_the_oracle(dtype):
         assert flash_attention(*(x.to("meta") for x in qkv())).dtype == torch.float32  # as torch's
         with pytest.raises(TypeError, match="v must be a torch.Tensor, got list"):
             flash_attention(*qkv()[:2], qkv()[2].tolist())
-
-
-def test_forward_is_flash_attention():
-    q, k, v = qkv()
-    assert forward(q, k, v).equal(flash_attention(q, k, v))
 
 
 @each_impl
@@ -346,16 +310,6 @@ def test_op_refuses_what_would_read_out_of_bounds():
     seq_lens = torch.tensor([-5, 2**31 - 1], dtype=torch.int32)  # clamped to 0 and to 20
     out, *_ = op(q, k, v, *Options.of(0.25, lengths=Lengths(None, None, seq_lens, seq_lens)).of_op())
     assert (out[0] == 0).all() and out[1].isfinite().all() and (out[1] != 0).any()
-
-
-@each_impl
-def test_inputs_with_a_tangent(backend, device):
-    if BACKENDS[backend].has_forward_mode:
-        pytest.skip("torch's affair")
-    q, k, v = qkv(device=device)
-    attend = lambda v: flash_attention(q, k, v, backend=backend)  # noqa: E731
-    with pytest.raises(NotImplementedError, match="forward"):
-        torch.func.jvp(attend, (v,), (torch.ones_like(v),))
 
 
 def test_backends():

@@ -14,20 +14,8 @@ from conftest import HAS_GPU
 from minimal_attn import (FlashMHA, flash_attention, flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
                           flash_attn_varlen_kvpacked_func)
 from minimal_attn.backends import cuda
-from test_lengths import DEVICE, DTYPES, IMPLS
-from test_scores import (B, H, HEAD_DIM_V, SCALE, each_backend, each_impl, inputs, inputs_of, ints, mask, randn, slopes)
-
-
-@each_impl
-@pytest.mark.parametrize("Sq, Sk", [(7, 0), (0, 9)])
-def test_no_rows_or_keys(Sq, Sk, impl):
-    backend, device = IMPLS[impl]
-    q, k, v = inputs_of(impl, Sq, Sk)
-    bias = randn(1, H, Sq, Sk, seed=4, dtype=DTYPES[impl], device=device).requires_grad_()
-    out, lse = flash_attention(q, k, v, softcap=1.0, alibi_slopes=slopes(H).to(device), attn_bias=bias, return_lse=True,
-                               backend=backend)
-    assert out.shape == (B, H, Sq, v.shape[3]) and (out == 0).all() and (lse == -math.inf).all()
-    assert torch.autograd.grad(out.sum(), bias)[0].shape == bias.shape
+from test_lengths import DEVICE
+from test_scores import B, H, HEAD_DIM_V, SCALE, each_backend, inputs, ints, mask, randn, slopes
 
 
 # Which backend serves them.
@@ -50,17 +38,26 @@ def test_fast_path_knows_of_them(monkeypatch):
 
 # The functions of flash-attn.
 
+SINKS = randn(H)
+
+
 @each_backend
-@pytest.mark.parametrize("scores", [dict(softcap=0.7), dict(alibi_slopes=slopes(H)),
-                                    dict(softcap=3, alibi_slopes=slopes(B, H))], ids=lambda x: "_".join(x))
+@pytest.mark.parametrize("scores", [
+    {}, dict(softcap=0.7, s_aux=SINKS), dict(alibi_slopes=slopes(H), learnable_sink=SINKS),
+    dict(softcap=3, alibi_slopes=slopes(B, H), sinks=SINKS)], ids=lambda x: "_".join(x))
 def test_functions_of_flash_attn(scores, backend):
+    """In their layouts, with v of another head_dim, and with all names of the sinks."""
     q, k, v = inputs()
-    want, want_lse = flash_attention(q, k, v, True, SCALE, return_lse=True, backend=backend, **scores)
+    sinks = SINKS if scores else None
+    ours = {name: x for name, x in scores.items() if x is not SINKS}
+    want, want_lse = flash_attention(q, k, v, True, SCALE, sinks=sinks, return_lse=True, backend=backend, **ours)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    options = dict(softmax_scale=SCALE, causal=True, return_lse=True, backend=backend, **scores)
-    out, lse = flash_attn_func(q, k, v, **options)
+    out, lse, probs = flash_attn_func(q, k, v, 0.0, SCALE, True, return_attn_probs=True, backend=backend, **scores)
     assert_close(out, want.transpose(1, 2))
     assert_close(lse, want_lse)
+    options = dict(softmax_scale=SCALE, causal=True, return_lse=True, backend=backend, **scores)
+    place = torch.empty_like(out)
+    assert flash_attn_func(q, k, v, out=place, **options)[0] is place and place.equal(out) and probs is None
     bounds = [ints(0, n, 2 * n) for n in (7, 9)]
     out, lse = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *bounds, 7, 9, **options)
     assert_close(out.view(B, 7, H, HEAD_DIM_V), want.transpose(1, 2))

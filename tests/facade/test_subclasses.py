@@ -87,8 +87,6 @@ def test_causal_bias_of_other_sizes_is_refused():
             minimal_attn.scaled_dot_product_attention(q, k, v, bias)
         with pytest.raises(ValueError, match="^attn_bias must be for 5 rows and 9 keys"):
             flash_attention(q, k, v, attn_bias=bias)
-    with pytest.raises(ValueError, match="^attn_mask cannot be given together with is_causal"):
-        minimal_attn.scaled_dot_product_attention(q, k, v, causal_lower_right(5, 9), is_causal=True)
     with pytest.raises(ValueError, match="^attn_bias cannot be given with cu_seqlens"):
         flash_attention(*(x[:1] for x in qkv(5, 5)), cu_seqlens_q=ints(0, 5), cu_seqlens_k=ints(0, 5),
                         attn_bias=causal_lower_right(5, 5))

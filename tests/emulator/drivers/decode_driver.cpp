@@ -6,14 +6,8 @@
 //   nvcc -std=c++20 -Icsrc -x cu tests/emulator/drivers/decode_driver.cpp     test_emulator.py builds it for the emulator
 //
 // driver_common.h has the options.
-#include <algorithm>
 #include <climits>
-#include <cmath>
 #include <memory>
-#include <random>
-#include <stdexcept>
-#include <string>
-#include <vector>
 
 #if MINIMAL_ATTN_EMULATED
 #include "common/device.h"
@@ -58,7 +52,6 @@ Case tree(Case c, Case::Tree tree = Case::kBranches) { return c.tree = tree, c; 
 Case longest(Case c, int max_seqlen_q) { return c.max_seqlen_q = max_seqlen_q, c; }
 
 constexpr int kPadding = 19;  // rows after the last sample of a packed batch
-constexpr DType f16 = DType::kFloat16, b16 = DType::kBFloat16;
 const std::vector<Case> cases = {
     // name, dtype, nheads, nheads_k, seqlen_q, head_dim, head_dim_v, size, pages, seqused_k, left, right
     {"one",        b16,  1, 1, 1,   8,   8,    1, 0, {1}},
@@ -68,15 +61,12 @@ const std::vector<Case> cases = {
     {"narrow",     b16,  2, 1, 1,  40,  24,  200, 0, {200, 17}},
     {"wide_v",     f16,  3, 1, 1, 104, 192,  100, 0, {100, 99}},
     {"mqa",        b16, 20, 1, 1, 128, 128,  200, 0, {200, 70}},
-    {"mqa_64",     f16, 20, 1, 1,  64,  64,  200, 0, {200, 70}},
     {"mqa_256",    b16, 20, 1, 1, 160, 160,  100, 0, {100, 5}},
     {"tokens",     b16,  4, 2, 5, 128, 128,  300, 0, {300, 130, 3}, -1, 0},
     {"many_rows",  f16,  6, 1, 9,  64,  64,  260, 0, {260, 8, 100}, -1, 0},
-    {"long",       b16,  2, 2, 1,  64,  64, 2500, 0, {2500, 1030}},
     {"pages_16",   b16,  4, 2, 1, 128, 128,   16, 9, {130, 16, 0, 144}},
     {"pages_1",    f16,  4, 1, 2,  64,  64,    1, 90, {90, 33}, -1, 0},
     {"pages_3",    b16,  2, 2, 1, 128, 128,    3, 40, {120, 77, 1}},
-    {"pages_256",  f16,  2, 1, 1,  64,  64,  256, 2, {300, 256}},
     {"interleaved", b16, 8, 2, 1, 128, 128,   16, 6, {96, 50}, -1, 0, {}, {}, {}, 0, 1, false, false, false, true},
     {"leftpad",    b16,  4, 2, 3, 128, 128,  200, 0, {200, 150, 40}, -1, 0, {0, 100, 40}},
     {"leftpad_pages", f16, 4, 2, 1, 64, 64,   16, 8, {128, 50}, -1, -1, {5, 33}},
@@ -84,13 +74,11 @@ const std::vector<Case> cases = {
     {"window",     b16,  4, 2, 4, 128, 128,  400, 0, {400, 100, 2}, 70, 0},
     {"window_both", f16, 2, 1, 6,  64,  64,  300, 0, {300, 20}, 100, 2},
     chunks({"chunks", b16, 4, 2, 4, 128, 128, 400, 0, {400, 100, 2, 258}, -1, 0}, 128),
-    chunks({"chunks_window", f16, 2, 1, 6, 64, 64, 300, 0, {300, 130, 3}, 100, 2}, 100),
     tall(chunks({"tall_chunks", b16, 8, 1, 6, 64, 64, 400, 0, {400, 130}, -1, 0}, 128)),
     {"softcap",    b16,  4, 2, 1, 128, 128,  200, 0, {200, 60}, -1, -1, {}, {}, {}, 2},
     {"alibi",      f16,  4, 2, 3,  64,  64,   16, 12, {180, 60}, -1, 0, {}, {}, {}, 0, 1, true},
     {"sinks",      b16,  4, 2, 1, 128, 128,  200, 0, {200, 0, 64}, -1, -1, {}, {}, {}, 0, 1, false, true},
     {"everything", b16,  4, 2, 3, 104,  64,   16, 13, {200, 90, 7}, 150, 0, {3, 0, 1}, {}, {}, 3, -1, true, true},
-    {"packed",     f16,  4, 2, 0,  64,  64,   16, 12, {180, 60, 5, 0}, -1, 0, {}, {0, 1, 4, 4, 7}},
     longest({"packed_long", b16, 4, 1, 0, 128, 128, 200, 0, {180, 200}, -1, 0, {}, {0, 1, 30}}, 1),
     {"packed_shapes", b16, 16, 1, 0, 128, 128, 1300, 0, {1300, 1200, 100}, -1, 0, {}, {0, 1, 2, 4}},
     {"packed_joins", b16, 4, 1, 0, 128, 128, 1300, 0, {1300, 1200, 1100}, -1, 0, {}, {0, 1, 3, 8}},
@@ -101,7 +89,6 @@ const std::vector<Case> cases = {
     splits({"no_splits", f16, 4, 2, 1, 64, 64, 300, 0, {300, 100}}, 1),
     splits({"tiles_and_splits", f16, 20, 1, 4, 64, 64, 500, 0, {500, 300}, -1, 0}, 5),
     splits({"three_splits", b16, 4, 2, 2, 128, 128, 400, 0, {400, 300, 10}, -1, 0}, 3),
-    {"scale_0",    f16,  2, 1, 1,  64,  64,  100, 0, {100}, -1, -1, {}, {}, {}, 0, 0},
     {"scale_30",   b16,  2, 1, 1, 128, 128,  300, 0, {300, 70}, -1, -1, {}, {}, {}, 0, 30},
     {"clamped",    f16,  2, 1, 1,  64,  64,   16, 4, {1 << 30, -5}},
     tree({"tree", b16, 4, 2, 5, 128, 128, 300, 0, {300, 66, 5, 3}}),
@@ -118,8 +105,6 @@ const std::vector<Case> cases = {
     {"uneven_256", f16,  2, 1, 1, 256, 256,   16, 90, {1400, 30, 200}},
     prefill({"prefill", b16, 4, 2, 200, 128, 128, 330, 0, {330, 205, 64}, -1, 0}),
     prefill({"prefill_pages", f16, 2, 1, 70, 64, 64, 16, 20, {300, 77, 0, 320}, -1, 0}),
-    prefill({"prefill_pages_48", b16, 2, 2, 65, 128, 128, 48, 5, {240, 100}, 90, 0}),
-    prefill({"prefill_pages_96", f16, 2, 2, 33, 96, 80, 32, 4, {120, 35}, -1, 0}),
     prefill({"prefill_pages_192", b16, 2, 1, 33, 192, 128, 16, 7, {110, 40}, -1, 0}),
     prefill({"prefill_pages_256", f16, 2, 1, 130, 256, 192, 256, 2, {300, 256}}),
     prefill({"prefill_interleaved", b16, 2, 1, 40, 128, 128, 16, 6, {96, 50}, -1, 0, {}, {}, {}, 0, 1, false, true,
@@ -132,15 +117,10 @@ const std::vector<Case> cases = {
             20),
     prefill({"mixed_lengths", f16, 2, 1, 80, 64, 64, 200, 0, {200, 150, 180}, -1, 0, {}, {}, {80, 3, 7}}, 7),
     tall({"tall_64", f16, 4, 1, 5, 64, 64, 300, 0, {300, 1, 0, 129}, -1, 0}),
-    tall({"tall_128", b16, 8, 2, 3, 128, 128, 330, 0, {330, 65, 64}, -1, 0}),
     tall({"tall_narrow", b16, 2, 1, 1, 40, 24, 200, 0, {200, 17}}),
     tall({"tall_mqa", f16, 70, 1, 2, 64, 104, 200, 0, {200, 70}}),
     tall({"tall_rows", b16, 6, 1, 40, 128, 128, 260, 0, {260, 8, 100}, -1, 0}),
-    tall({"tall_long", f16, 2, 2, 9, 64, 64, 2500, 0, {2500, 1030}, -1, 0}),
     tall({"tall_pages", b16, 4, 2, 5, 128, 128, 16, 9, {130, 16, 0, 144}, -1, 0}),
-    tall({"tall_pages_48", f16, 2, 1, 7, 64, 64, 48, 7, {300, 256}, 70, 0}),
-    tall({"tall_interleaved", b16, 8, 2, 3, 128, 128, 16, 6, {96, 50}, -1, 0, {}, {}, {}, 0, 1, false, false, false,
-          true}),
     tall({"tall_everything", b16, 4, 2, 3, 104, 64, 200, 0, {200, 90, 7}, 150, 0, {3, 0, 1}, {}, {}, 3, 3, true, true}),
     tall({"tall_batch_idx", f16, 4, 2, 5, 64, 64, 150, 0, {150, 20, 0}, -1, -1, {}, {}, {}, 0, 1, false, false, true}),
     tall({"tall_seqused_q", b16, 4, 2, 9, 64, 64, 200, 0, {200, 90}, -1, 0, {}, {}, {1, 9}}, 5),
@@ -154,8 +134,6 @@ const std::vector<Case> cases = {
          5, 50),
     prefill({"mixed_padding", b16, 2, 1, 0, 64, 64, 32, 5, {150, 150}, -1, 0, {}, {0, 5, 100}}, 20),
 };
-
-int clamp(int x, int most) { return std::max(0, std::min(x, most)); }
 
 // As append.cu does, while the next kernel may have begun.
 __global__ void store_lengths(int *to, const int *from, int count) {
@@ -200,7 +178,7 @@ template <typename T> struct Call {
 
     std::vector<T> random_numbers(size_t n, std::mt19937 &generator) {
         std::vector<T> x(n);
-        for (T &number : x) number = encode<T>((int(generator() & 255) - 128) / 64.f);
+        for (T &number : x) number = random_number<T>(generator);
         return x;
     }
     std::vector<T> numbers(size_t n) { return random_numbers(n, random); }
@@ -227,7 +205,7 @@ template <typename T> struct Call {
             for (int i = 0; i < c.pages; i++) {
                 if (b == first && i == 0) x.clear();
                 // What lies beyond the keys of a sample is not read.
-                x.push_back(i * c.size < clamp(c.seqused_k[b], c.capacity()) ? page_of(b, i) : 1 << 30);
+                x.push_back(i * c.size < std::clamp(c.seqused_k[b], 0, c.capacity()) ? page_of(b, i) : 1 << 30);
             }
         return x;
     }
@@ -253,7 +231,7 @@ template <typename T> struct Call {
         return {c.has_batch_idx ? (b + 1) % c.samples() : b, key};
     }
     int keys_of(int b) const {
-        return std::max(0, clamp(c.seqused_k[b], c.capacity()) - (c.leftpad_k.empty() ? 0 : c.leftpad_k[b]));
+        return std::max(0, std::clamp(c.seqused_k[b], 0, c.capacity()) - (c.leftpad_k.empty() ? 0 : c.leftpad_k[b]));
     }
     int rows_of_sample(int b) const {
         if (!c.cu_seqlens_q.empty()) return c.cu_seqlens_q[b + 1] - c.cu_seqlens_q[b];
@@ -374,14 +352,6 @@ template <typename T> struct Call {
     }
 };
 
-void expect(const char *name, int b, int h, int i, double x, double y, double tolerance) {
-    if (x == y || std::abs(x - y) <= tolerance) return;  // a NaN is neither
-    char text[128];
-    std::snprintf(text, sizeof(text), "%s of sample %d, head %d, row %d is %.8g, expected %.8g ± %.2g", name, b, h, i,
-                  x, y, tolerance);
-    throw std::runtime_error(text);
-}
-
 template <typename T> void check(const Call<T> &x, double epsilon) {
     const Case &c = x.c;
     for (int b = 0; b < c.samples(); b++)
@@ -417,10 +387,10 @@ template <typename T> void check(const Call<T> &x, double epsilon) {
                     }
                 }
                 const double lse = sum ? max + std::log(sum) : -INFINITY;
-                expect("lse", b, h, i, x.lse.host[x.lse_at(b, h, i)], lse,
+                expect("lse", b, h, i, 0, x.lse.host[x.lse_at(b, h, i)], lse,
                        (c.softcap ? 1e-3 * c.softcap : 5e-6) * (1 + std::abs(lse)) + 5e-6 * 4 * c.scale);
                 for (int d = 0; d < c.head_dim_v; d++)
-                    expect("out", b, h, i, decode(x.o.host[(x.row_at(b, i) * c.nheads + h) * c.head_dim_v + d]),
+                    expect("out", b, h, i, d, decode(x.o.host[(x.row_at(b, i) * c.nheads + h) * c.head_dim_v + d]),
                            out[d], epsilon * (1 + size[d]) + epsilon / 2 * std::abs(out[d]));
             }
 }
@@ -430,9 +400,9 @@ template <typename T> void check_padding(const Call<T> &x) {
     const Case &c = x.c;
     for (int row = c.cu_seqlens_q.empty() ? x.rows : c.cu_seqlens_q.back(); row < x.rows; row++)
         for (int h = 0; h < c.nheads; h++) {
-            expect("lse of padding", 0, h, row, x.lse.host[h * x.rows + row], -INFINITY, 0);
+            expect("lse of padding", 0, h, row, 0, x.lse.host[h * x.rows + row], -INFINITY, 0);
             for (int d = 0; d < c.head_dim_v; d++)
-                expect("padding", 0, h, row, decode(x.o.host[(row * c.nheads + h) * c.head_dim_v + d]), 0, 0);
+                expect("padding", 0, h, row, d, decode(x.o.host[(row * c.nheads + h) * c.head_dim_v + d]), 0, 0);
         }
 }
 
@@ -468,30 +438,28 @@ template <typename T> void check_causal(const Call<T> &x) {
 // With num_splits a sample's bits depend on it alone, not on its batch, the schedule or the size of the GPU.
 template <typename T> void run(const Case &c, double epsilon, const std::vector<std::string> &schedules) {
     std::vector<T> bits;
-    for (const std::string &name : schedules) try {
-            // Two stages fit 99 KB, as a GPU of compute capability 8.6 has them, and three fit 227 KB.
-            choose_schedule(name, name.starts_with("--late") ? 99 << 10 : 227 << 10);
+    for_schedules(schedules, [&](const std::string &name) {
+        // Two stages fit 99 KB, as a GPU of compute capability 8.6 has them, and three fit 227 KB.
+        choose_schedule(name, name.starts_with("--late") ? 99 << 10 : 227 << 10);
 #if MINIMAL_ATTN_EMULATED
-            // A larger GPU has room for clusters, and for several work items of a sample.
-            emulator::gpu.num_sms *= name.starts_with("--early") ? 2 : name.starts_with("--late") ? 4 : 1;
+        // A larger GPU has room for clusters, and for several work items of a sample.
+        emulator::gpu.num_sms *= name.starts_with("--early") ? 2 : name.starts_with("--late") ? 4 : 1;
 #endif
-            Call<T> call(c, -1);
-            for (bool has_first_prefill : {true, false}) {
-                if (!has_first_prefill && !call.is_mixed) break;
-                call.run(has_first_prefill);
-                check(call, epsilon);
-                check_padding(call);
-            }
-            if (c.tree == Case::kCausal) check_causal(call);
-            if (c.num_splits == 0) continue;
-            if (!bits.empty() && std::memcmp(bits.data(), call.o.host.data(), call.o.bytes()))
-                throw std::runtime_error("out has other bits than by " + schedules[0]);
-            bits = call.o.host;
-            if (c.samples() <= 4)
-                for (int b = 0; b < c.samples(); b++) check_alone(call, b);
-        } catch (const std::exception &error) {
-            throw std::runtime_error(name + ": " + error.what());
+        Call<T> call(c, -1);
+        for (bool has_first_prefill : {true, false}) {
+            if (!has_first_prefill && !call.is_mixed) break;
+            call.run(has_first_prefill);
+            check(call, epsilon);
+            check_padding(call);
         }
+        if (c.tree == Case::kCausal) check_causal(call);
+        if (c.num_splits == 0) return;
+        if (!bits.empty() && std::memcmp(bits.data(), call.o.host.data(), call.o.bytes()))
+            throw std::runtime_error("out has other bits than by " + schedules[0]);
+        bits = call.o.host;
+        if (c.samples() <= 4)
+            for (int b = 0; b < c.samples(); b++) check_alone(call, b);
+    });
 }
 
 // Without num_splits, and with it.

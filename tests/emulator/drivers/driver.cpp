@@ -105,27 +105,25 @@ template <typename T> void run(const Case &c, double epsilon) {
     Reference<T> expected{x};
     expected.forward();
     std::map<std::string, std::string> bits;
-    for (const std::string &name : schedules) try {
-            choose_schedule(name, shared_memory);
-            auto make_nan = [](const char *, auto &result) { result.make_nan(); };
-            x.for_forward(make_nan), x.for_backward(make_nan);
-            run_and_check(x, expected, epsilon);
-            x.tile_counter.fetch();
-            if (x.tile_counter.host != std::vector{0, 0}) throw std::runtime_error("the tile counter is not 0");
-            auto compare = [&](const std::string &result, auto &buffer) {
-                if (result == "dq" && !x.p.deterministic) return;
-                const std::string now(reinterpret_cast<const char *>(buffer.host.data()), buffer.bytes());
-                if (bits.emplace(result, now).first->second != now)
-                    throw std::runtime_error(result + " has other bits than by " + schedules[0]);
-            };
-            x.for_forward(compare), x.for_backward(compare);
-            if (!x.workspace || !x.p.deterministic) continue;
-            x.workspace->fetch();
-            if (c.tiling == kSm90) std::fill_n(x.workspace->host.begin(), 128, 0);  // depends on the schedule
-            compare("dq before it is rounded", *x.workspace);
-        } catch (const std::exception &error) {
-            throw std::runtime_error(name + ": " + error.what());
-        }
+    for_schedules(schedules, [&](const std::string &name) {
+        choose_schedule(name, shared_memory);
+        auto make_nan = [](const char *, auto &result) { result.make_nan(); };
+        x.for_forward(make_nan), x.for_backward(make_nan);
+        run_and_check(x, expected, epsilon);
+        x.tile_counter.fetch();
+        if (x.tile_counter.host != std::vector{0, 0}) throw std::runtime_error("the tile counter is not 0");
+        auto compare = [&](const std::string &result, auto &buffer) {
+            if (result == "dq" && !x.p.deterministic) return;
+            const std::string now(reinterpret_cast<const char *>(buffer.host.data()), buffer.bytes());
+            if (bits.emplace(result, now).first->second != now)
+                throw std::runtime_error(result + " has other bits than by " + schedules[0]);
+        };
+        x.for_forward(compare), x.for_backward(compare);
+        if (!x.workspace || !x.p.deterministic) return;
+        x.workspace->fetch();
+        if (c.tiling == kSm90) std::fill_n(x.workspace->host.begin(), 128, 0);  // depends on the schedule
+        compare("dq before it is rounded", *x.workspace);
+    });
 }
 
 void run(const Case &c) {

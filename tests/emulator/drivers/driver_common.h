@@ -13,9 +13,11 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -38,6 +40,20 @@ using emulator::wait_for_kernels;
 #else
 void wait_for_kernels() {}  // copy() does
 #endif
+
+constexpr DType f16 = DType::kFloat16, b16 = DType::kBFloat16;
+
+// A multiple of 1/64 in [-2, 2): exact in every dtype.
+template <typename T> T random_number(std::mt19937 &random) { return encode<T>((int(random() & 255) - 128) / 64.f); }
+
+// Throws unless x, an element of `name`, is y up to a tolerance.
+void expect(const char *name, int b, int h, int row, int col, double x, double y, double tolerance) {
+    if (x == y || std::abs(x - y) <= tolerance) return;  // a NaN is neither
+    char text[128];
+    std::snprintf(text, sizeof(text), "%s[%d][%d][%d][%d] is %.8g, expected %.8g ± %.2g", name, b, h, row, col, x, y,
+                  tolerance);
+    throw std::runtime_error(text);
+}
 
 // Memory with ones in all bits is NaN, or must be written before it is read.
 template <typename T> struct Memory {
@@ -68,6 +84,15 @@ void choose_schedule([[maybe_unused]] const std::string &name, [[maybe_unused]] 
     emulator::schedule = {mode, seed};
     emulator::gpu = {.num_sms = int(seed % 4) + 1, .max_shared_memory = shared_memory};
 #endif
+}
+
+// Calls f with the name of each schedule; what it throws then says by which.
+void for_schedules(const std::vector<std::string> &names, auto f) {
+    for (const std::string &name : names) try {
+            f(name);
+        } catch (const std::exception &error) {
+            throw std::runtime_error(name + ": " + error.what());
+        }
 }
 
 bool take_option(const std::string &argument) {

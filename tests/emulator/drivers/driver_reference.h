@@ -3,8 +3,6 @@
 #pragma once
 
 #include <array>
-#include <cmath>
-#include <random>
 
 // [batch_size, heads, rows, head_dim], on host and device; NaN (all bits set, in any dtype) where nothing was written.
 template <typename T> struct Buffer : Memory<T> {
@@ -36,8 +34,8 @@ template <typename T> struct Buffer : Memory<T> {
     void randomize(int64_t b, int64_t begin, int64_t end, std::mt19937 &random) {
         for (int64_t h = 0; h < heads; h++)
             for (int64_t r = begin; r < end; r++) {
-                T *x = &host[index(b, h, r)];  // multiples of 1/64 in [-2, 2): exact in every dtype
-                for (int64_t d = 0; d < head_dim; d++) x[d] = encode<T>((int(random() & 255) - 128) / 64.f);
+                T *x = &host[index(b, h, r)];
+                for (int64_t d = 0; d < head_dim; d++) x[d] = random_number<T>(random);
             }
         upload();
     }
@@ -68,12 +66,8 @@ template <typename T> void check(Buffer<T> &got, const Expected &expected, doubl
                 const size_t at = expected.index(b, h, r);
                 for (int d = 0; d < expected.head_dim; d++) {
                     const double x = got.at(b, h, r, d), y = expected.value[at + d];
-                    const double tolerance = error * (1 + expected.magnitude[at + d]) + epsilon / 2 * std::abs(y);
-                    if (x == y || std::abs(x - y) <= tolerance) continue;  // a NaN is neither
-                    char text[128];
-                    std::snprintf(text, sizeof(text), "%s[%d][%d][%d][%d] is %.8g, expected %.8g ± %.2g", expected.name,
-                                  b, h, r, d, x, y, tolerance);
-                    throw std::runtime_error(text);
+                    expect(expected.name, b, h, r, d, x, y,
+                           error * (1 + expected.magnitude[at + d]) + epsilon / 2 * std::abs(y));
                 }
                 std::memset(static_cast<void *>(&rest[got.index(b, h, r)]), 0xff, expected.head_dim * sizeof(T));
             }
