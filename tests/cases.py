@@ -170,6 +170,11 @@ def slow_unless(is_in_gate, is_in_ci=True):
     return () if is_in_gate else pytest.mark.slow if is_in_ci else CAMPAIGN
 
 
+def is_its_turn(case, part):
+    """Whether .ci/run has a case in Triton's interpreter: half of them forward, part 0, and the others backward, 1."""
+    return case not in CASES or CASES.index(case) % 2 == part
+
+
 def each_seed(test):
     """Draws for `make campaign`, where the other tests of their file have a few."""
     for mark in (*CAMPAIGN, pytest.mark.timeout(1800), pytest.mark.parametrize("seed", range(100, 116))):

@@ -17,7 +17,7 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Triton's interpreter is given fp32 in place of bfloat16.
 each_dtype = pytest.mark.parametrize("dtype", [
-    pytest.param(x, id=str(x), marks=slow_unless(HAS_GPU or x != torch.bfloat16)) for x in DTYPES])
+    pytest.param(x, id=str(x), marks=slow_unless(HAS_GPU or x != torch.bfloat16, False)) for x in DTYPES])
 
 SHAPES = [(1, 1, 1), (17, 33, 65), (70, 50, 300), (1, 70, 40), (70, 1, 40), (70, 40, 1), (130, 66, 5), (16, 24, 1000)]
 EMPTY_SHAPES = [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)]

@@ -11,9 +11,10 @@ import torch
 from torch.testing import assert_close
 
 import minimal_attn
-from minimal_attn import FlashMHA, flash_attention, flash_attn_func, pad_input, unpad_input
-from test_lengths import (BATCHES, DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, close, each_impl, each_kernel,
-                          ints, make, run)
+from minimal_attn import (FlashMHA, flash_attention, flash_attn_func, flash_attn_varlen_func, pad_input,
+                          unpad_input)
+from test_lengths import (BATCHES, DEVICE, DTYPES, IMPLS, KERNELS, TOLERANCE, Batch, close, each_kernel, ints, make,
+                          run)
 
 SHARED_KEYS = next(x for x in BATCHES if x.name == "shared_keys")
 
@@ -133,41 +134,15 @@ def test_positions_are_those_of_flash_attn_2(name):
     assert not any(x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD) for x in parameters)
 
 
-VARLEN = Batch("varlen", (5, 17, 20), (9, 3, 33), window=(7, -1), causal=True)
-
-
-def rows_first(x):
-    return x[0].transpose(0, 1).contiguous()
-
-
-def varlen(device="cpu", dtype=torch.float32):
-    q, k, v, _, _ = make(VARLEN, dtype, device)
-    lengths = VARLEN.lengths(device)
-    return [rows_first(x) for x in (q, k, v)], [lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], 20, 33]
-
-
-@each_impl
-def test_flash_attn_varlen_func(impl):
-    backend, device = IMPLS[impl]
-    (q, k, v), lengths = varlen(device, DTYPES[impl])
-    want, want_lse = run(impl, VARLEN, *(x.transpose(0, 1)[None] for x in (q, k, v)))
-    call = minimal_attn.flash_attn_varlen_func
-    options = dict(causal=True, window_size=(7, 0), backend=backend)
-    out, lse, probs = call(q, k, v, *lengths, **options, return_attn_probs=True)
-    assert out.shape == q.shape and out.equal(rows_first(want)) and lse.equal(want_lse[0]) and probs is None
-    packed = minimal_attn.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *lengths, **options)
-    assert_close(packed, out)
-
-
 REFUSED = "q_descale", "k_descale", "v_descale", "qv", "score_mod", "mask_mod", "aux_tensors"
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "dynamic_causal", "min_seqlen_k", "gather_kv_indices"])
 def test_what_is_not_there_is_refused_by_name(name):
-    (q, k, v), lengths = varlen()
-    calls = {"flash_attn_varlen_func": functools.partial(minimal_attn.flash_attn_varlen_func, q, k, v, *lengths)}
+    q, bounds = torch.randn(10, 4, 16), ints(0, 4, 10)
+    calls = {"flash_attn_varlen_func": functools.partial(flash_attn_varlen_func, q, q, q, bounds, bounds)}
     if name in REFUSED:
-        calls["flash_attn_func"] = functools.partial(flash_attn_func, q[None], k[None], v[None])
+        calls["flash_attn_func"] = functools.partial(flash_attn_func, *[q[None]] * 3)
     for function, call in calls.items():
         assert call(**{name: None}).equal(call())
         with pytest.raises(NotImplementedError, match=f"^{function}: {name} is not supported yet"):
@@ -179,7 +154,7 @@ def test_keywords_of_functions_of_packed_tensors(name):
     """They reach the function of q, k and v, and errors speak of the one that was called, and of its arguments."""
     name = f"flash_attn_{name}_func"
     call, is_varlen = getattr(minimal_attn, name), "varlen" in name
-    whole = minimal_attn.flash_attn_varlen_func if is_varlen else minimal_attn.flash_attn_func
+    whole = flash_attn_varlen_func if is_varlen else flash_attn_func
     q, k, v = torch.randn(3, 10, 4, 16) if is_varlen else torch.randn(3, 2, 10, 4, 16)
     lengths = [ints(0, 4, 10)] * 2 if is_varlen else []
     given = (torch.stack([q, k, v], -3), *lengths[:1]) if "qkv" in name else (q, torch.stack([k, v], -3), *lengths)

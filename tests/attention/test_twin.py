@@ -83,9 +83,10 @@ def fp8_base(case, q, k, v, dtype):
 
 
 @needs_fp8
-@each_fp8
-@pytest.mark.parametrize("case", [pytest.param(x, marks=slow_unless(x.name in FP8_GATE), id=x.name) for x in FP8_CASES
-                                  if HAS_GPU or not x.gpu_only])
+@pytest.mark.parametrize("case, dtype", [
+    pytest.param(x, dtype, id=f"{x}-{dtype}".replace("torch.", ""),
+                 marks=slow_unless(x.name in FP8_GATE, HAS_GPU or dtype == FP8_DTYPES[0]))
+    for x in FP8_CASES if HAS_GPU or not x.gpu_only for dtype in FP8_DTYPES])
 def test_fp8(case, dtype):
     tensors, descales = fp8_inputs(case, dtype)
     options = dict(causal=case.causal, sm_scale=case.sm_scale, seq_lens=case.seq_lens and list(case.seq_lens))
@@ -222,7 +223,8 @@ def every_backward_config():
         for side in ("kv", "q"):
             for config in attention_bwd.tile_configs(side, dtype, head_dim, memory):
                 name = "-".join(map(str, (dtype, head_dim, side, *config.values())))
-                yield pytest.param(dtype, head_dim, side, config, id=name, marks=slow_unless(head_dim == 64))
+                yield pytest.param(dtype, head_dim, side, config, id=name, marks=slow_unless(
+                    head_dim == 64, HAS_GPU or head_dim == 128))
 
 
 @pytest.mark.parametrize("dtype, head_dim, side, config", list(every_backward_config()))
