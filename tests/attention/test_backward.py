@@ -104,8 +104,8 @@ def is_worth_its_time(impl, dtype, case):
 
 
 def is_in_ci(impl, dtype, case):
-    """Without a GPU: of ours all but float16 and what takes 10 to 30 s, in Triton's interpreter half. The rest is for the
-    campaign."""
+    """Without a GPU: of ours all but float16 and what takes 10 to 30 s, in Triton's interpreter half. The rest is for
+    the campaign."""
     is_large = case.name in ("large_causal", "heads_20_1")  # large_D64 and mqa are much like them
     if impl == "triton":
         is_large |= case.name == "large_few_keys" or not is_its_turn(case, 1)
