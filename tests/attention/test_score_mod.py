@@ -41,6 +41,10 @@ def relative_bias(table: (H, N)):
     return lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + SK - 1]
 
 
+def alibi():
+    return lambda score, b, h, q_idx, kv_idx: score - 2 ** (-8 * (h + 1) / H) * abs(q_idx - kv_idx)
+
+
 def softcap():
     return lambda score, b, h, q_idx, kv_idx: 1.5 * torch.tanh(score / 1.5)
 
@@ -66,6 +70,10 @@ def learned_slopes(slopes: (H,)):
     return f
 
 
+def distance_decay(rate: (), scale: (H,)):
+    return lambda score, b, h, q_idx, kv_idx: score + scale[h] * torch.exp(-rate * rate * (q_idx - kv_idx) ** 2)
+
+
 def head_constants(weight: (B, H)):
     def f(score, b, h, q_idx, kv_idx, weight=weight):
         score = score + weight[b, h]
@@ -76,6 +84,14 @@ def head_constants(weight: (B, H)):
 
 def documents(document: torch.arange(B * SK, dtype=torch.int32).view(B, SK) % 3):
     return lambda score, b, h, q_idx, kv_idx: torch.where(document[b][q_idx] == document[b, kv_idx], score, -math.inf)
+
+
+def cosine_decay(period: (H,)):
+    return lambda score, b, h, q_idx, kv_idx: score * torch.cos((q_idx - kv_idx) / (4 + period[h].sin() ** 2))
+
+
+def temperature(log_scale: (H,)):
+    return lambda score, b, h, q_idx, kv_idx: score * torch.clamp(log_scale[h], max=0.5).exp()
 
 
 def tanh_gate(gate: (H,), bias: (SK,)):
@@ -115,8 +131,9 @@ def without_score(table: (H, N)):
 
 
 FUNCTIONS = {make.__name__: make for make in (
-    plain, relative_bias, softcap, t5_buckets, t5_by_formula, learned_slopes, head_constants, documents, tanh_gate,
-    row_and_key_bias, full_bias, softplus, strided, clipped_distance, without_score)}
+    plain, relative_bias, alibi, softcap, t5_buckets, t5_by_formula, learned_slopes, distance_decay, head_constants,
+    documents, cosine_decay, temperature, tanh_gate, row_and_key_bias, full_bias, softplus, strided, clipped_distance,
+    without_score)}
 each_backend = pytest.mark.parametrize("backend", [
     pytest.param("reference", marks=cpu), pytest.param("torch", marks=cpu), "triton"])
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
