@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from cached_calls import (BACKENDS, DEVICE, GARBAGE, TOLERANCE, Call, backend, by_loop, close, ints,  # noqa: F401
                           make, on_device, place_of_row, rows_first, sequence_of)
-from cases import check_drawn, each_seed, make_tensor, slow_unless
+from cases import CAMPAIGN, check_drawn, each_seed, make_tensor, slow_unless
 from conftest import HAS_GPU, captured
 from minimal_attn import (append_to_kvcache, attention as interface, attention_with_kvcache, flash_attn_with_kvcache,
                           reshape_and_cache)
@@ -250,7 +250,7 @@ def check_drawn_appends(backend, seed, max_examples):
 
 @pytest.mark.parametrize("backend, max_examples", [
     ("reference", 60), ("torch", 60), *([("triton", 25), ("cuda", 200)] if HAS_GPU else [
-        ("triton", 5), ("cuda", 20), pytest.param("triton", 25, marks=pytest.mark.slow),
+        ("triton", 5), ("cuda", 20), pytest.param("triton", 25, marks=CAMPAIGN),
         pytest.param("cuda", 100, marks=pytest.mark.slow)])])
 def test_drawn_appends(backend, max_examples):
     check_drawn_appends(backend, 0, max_examples)

@@ -164,17 +164,18 @@ def test_kernel(kernel, driver_of):
     assert_passed(run(driver_of(kernel), *SCHEDULES, *KERNEL_CASES[kernel]))
 
 
-@pytest.mark.parametrize("schedules", [pytest.param(SCHEDULES[1:2], marks=pytest.mark.slow),
-                                       pytest.param(SCHEDULES, marks=CAMPAIGN)], ids=len)
-def test_all_decode_cases(schedules, driver_of):
-    assert_passed(run(driver_of("cache/decode.cu"), *schedules))
+@pytest.mark.parametrize("schedules, part", [
+    pytest.param(SCHEDULES[1:2], 0, marks=pytest.mark.slow),
+    *(pytest.param(SCHEDULES, part, marks=CAMPAIGN) for part in range(3))], ids=str)
+def test_all_decode_cases(schedules, part, driver_of):
+    assert_passed(run(driver_of("cache/decode.cu"), *schedules, f"--part={part}/3"))
 
 
 @pytest.mark.parametrize("schedules, part, parts", [
-    *(pytest.param([SCHEDULES[1 + part // 2]], part, 4, marks=slow_unless(False, part == 0)) for part in range(4)),
+    *(pytest.param([SCHEDULES[1 + part // 4]], part, 8, marks=slow_unless(False, part == 0)) for part in range(8)),
     *(pytest.param(SCHEDULES, part, 12, marks=CAMPAIGN) for part in range(12))], ids=str)
 def test_all_cases(schedules, part, parts, csrc):
-    """Each as late as may be or at random, a quarter of them in CI. With all schedules, the bits of the results are
+    """Each as late as may be or at random, an eighth of them in CI. With all schedules, the bits of the results are
     compared, too, as test_kernel does it for some."""
     assert_passed(run(csrc / "objects/driver", *schedules, f"--part={part}/{parts}"))
 
