@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import max_pool2d, pad
 
-from .checks import can_read, check_tensor, is_int, shown
+from .checks import (can_read, check_apart, check_is, check_number, check_range, check_tensor, check_tensor_of, is_int,
+                     shown)
 from .options import warn
 
 UNIT = 64  # rows of a unit, and keys
@@ -56,11 +57,8 @@ class BlockMask:
     def __post_init__(self):
         grid = -(-self.Q_LEN // UNIT), -(-self.KV_LEN // UNIT)
         check_tensor("units", self.units)
-        check_tensor("bits", self.bits)
-        for name, shape in dict(units=(*self.units.shape[:2], *grid), bits=(*self.bits.shape[:1], 2, 128)).items():
-            x = getattr(self, name)
-            if x.dtype != torch.int32 or x.shape != shape or x.device != self.device:
-                raise ValueError(f"{name} must be int32 of shape {shape} on {self.device}, got {shown(x)}")
+        check_tensor_of("units", self.units, self.device, shapes=(("Bm", "Hm", *grid),))
+        check_tensor_of("bits", self.bits, self.device)
         visible = self.units != EMPTY
         self.row_words, self.key_words = _flags(visible), _flags(visible.mT)
 
@@ -68,7 +66,7 @@ class BlockMask:
     def from_dense(mask: Tensor, *, num_bits: int | None = None, compile: bool = False) -> "BlockMask":
         """A bool tensor (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk), True where a row sees a key. A B or H of 1 broadcasts.
         Rows and keys do not: mask.expand(...) repeats them. num_bits, compile, errors: as create_block_mask."""
-        _check_values("mask", mask, (2, 3, 4))
+        _check_values("mask", mask)
         mask = mask[(None,) * (4 - mask.ndim)]
         dense = create_block_mask(lambda b, h, q_idx, kv_idx: mask[b, h, q_idx, kv_idx], *mask.shape, mask.device,
                                   num_bits=num_bits, compile=compile)
@@ -79,9 +77,9 @@ class BlockMask:
                     num_bits: int = 0) -> "BlockMask":
         """A bool tensor (B or 1, H or 1, ceil(Q_LEN / rows), ceil(KV_LEN / keys)), True where rows of a block see its
         keys. BLOCK_SIZE: its rows and keys, or one number for both, multiples of 64. num_bits: room for copy_."""
-        _check_values("blocks", blocks, (4,))
+        _check_values("blocks", blocks)
         visible = _units_of(blocks, "blocks", Q_LEN, KV_LEN, BLOCK_SIZE)
-        _check_size("num_bits", num_bits, 0)
+        check_number("num_bits", num_bits)
         states = torch.where(visible, FULL, EMPTY)
         return replace(_assemble(states, lambda b, *_: b < 0, Q_LEN, KV_LEN, num_bits, compile=False), mask_mod=None)
 
@@ -94,16 +92,15 @@ class BlockMask:
         """
         from torch.nn.attention import flex_attention  # takes a second or two
 
-        if not isinstance(block_mask, flex_attention.BlockMask):
-            raise TypeError("block_mask must be a BlockMask of minimal_attn or torch, for from_torch of torch alone, "
-                            f"got {type(block_mask).__module__}.{type(block_mask).__name__}")
+        check_is("block_mask", type(block_mask), isinstance(block_mask, flex_attention.BlockMask),
+                 "a BlockMask of minimal_attn or torch, for from_torch of torch alone", TypeError)
         columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
         states = torch.where(_listed(block_mask.kv_num_blocks, block_mask.kv_indices, columns), PARTIAL, EMPTY)
         if block_mask.full_kv_num_blocks is not None:
             is_full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
             states = torch.where(is_full, FULL, states)
         states = _units_of(states, "the lists of block_mask", *block_mask.seq_lengths, block_mask.BLOCK_SIZE)
-        _check_size("num_bits", num_bits or 0, 0)
+        check_number("num_bits", num_bits or 0)
         _check_mask_mod(block_mask.mask_mod, states.device)
         # A unit of a partial block may be full or empty.
         index = (states == PARTIAL).flatten().nonzero()[:, 0]
@@ -189,10 +186,9 @@ def create_block_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: i
             partial units than num_bits. On a GPU, that is an assertion on the device.
     """
     B, H = (1 if size is None else size for size in (B, H))
-    for name, size in dict(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN).items():
-        _check_size(name, size)
+    for name, size in dict(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN, num_bits=num_bits or 0).items():
+        check_number(name, size)
     device = _check_device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-    _check_size("num_bits", num_bits or 0, 0)
     _check_mask_mod(mask_mod, device)
     M, N = -(-Q_LEN // UNIT), -(-KV_LEN // UNIT)
     strips = torch.arange(B * H * M, device=device)  # of 64 rows and all keys
@@ -217,8 +213,7 @@ def _assemble(states, mask_mod, Q_LEN, KV_LEN, num_bits, compile):
     if num_bits is None:
         num_bits = int(found)
     elif not states.is_cuda:
-        if found > num_bits:
-            raise ValueError(f"num_bits must be at least {found}, the number of partial units, got {num_bits}")
+        check_range("num_bits", num_bits, int(found), whose=", the number of partial units")
     else:
         torch._assert_async(found <= num_bits, f"a BlockMask has more than {num_bits} partial units, its num_bits")
     numbers = is_partial.cumsum(0).view_as(states) - 1
@@ -306,13 +301,13 @@ def _listed(num_blocks, indices, columns):
 def _units_of(blocks, name, Q_LEN, KV_LEN, BLOCK_SIZE):
     """(Bm, Hm, M, N): the values of units in blocks (Bm, Hm, rows, columns) of BLOCK_SIZE."""
     sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
-    if len(sizes) != 2 or not all(is_int(size) and size > 0 and size % UNIT == 0 for size in sizes):
-        raise ValueError(f"BLOCK_SIZE must be a multiple of {UNIT}, or a pair of them, got {shown(BLOCK_SIZE)}")
-    _check_size("Q_LEN", Q_LEN)
-    _check_size("KV_LEN", KV_LEN)
+    check_is("BLOCK_SIZE", BLOCK_SIZE, len(sizes) == 2 and all(
+        is_int(size) and size > 0 and size % UNIT == 0 for size in sizes), f"a multiple of {UNIT}, or a pair of them")
+    check_number("Q_LEN", Q_LEN)
+    check_number("KV_LEN", KV_LEN)
     grid = -(-Q_LEN // sizes[0]), -(-KV_LEN // sizes[1])
-    if blocks.ndim != 4 or blocks.shape[2:] != grid:
-        raise ValueError(f"{name} must be of shape (B or 1, H or 1, {grid[0]}, {grid[1]}), got {tuple(blocks.shape)}")
+    check_is(name, blocks, blocks.ndim == 4 and blocks.shape[2:] == grid,
+             f"of shape (B or 1, H or 1, {grid[0]}, {grid[1]})")
     m, n = (torch.arange(-(-seqlen // UNIT), device=blocks.device) // (size // UNIT)
             for seqlen, size in zip((Q_LEN, KV_LEN), sizes))
     return blocks[:, :, m[:, None], n].contiguous()
@@ -338,34 +333,22 @@ def _run(function, compile, *args):
     return function(*args)
 
 
-def _check_size(name, size, low=1):
-    if not is_int(size):
-        raise TypeError(f"{name} must be an int, got {shown(size)}")
-    if size < low:
-        raise ValueError(f"{name} must be at least {low}, got {size}")
-
-
 def _check_device(device):
     device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"a BlockMask must be on a CPU or a GPU, got {device}")
+    check_is("the device of a BlockMask", str(device), device.type in ("cpu", "cuda"), "a CPU or a GPU")
     return device
 
 
-def _check_values(name, x, ndims):
-    """Raise unless x is a bool tensor of one of these numbers of dimensions, and not empty, on a CPU or a GPU."""
+def _check_values(name, x):
+    """Raise unless x is a bool tensor, and not empty, on a CPU or a GPU."""
     check_tensor(name, x)
-    if x.dtype != torch.bool:
-        raise TypeError(f"{name} must be a tensor of bool, got {shown(x)}")
-    if x.ndim not in ndims or x.numel() == 0:
-        raise ValueError(f"{name} must have {' or '.join(map(str, ndims))} dimensions, none of size 0, got {shown(x)}")
-    _check_device(x.device)
+    check_tensor_of(name, x, _check_device(x.device))
+    check_is(name, x, x.numel() > 0, "a tensor with elements")
 
 
 def _check_mask_mod(mask_mod, device):
     """Raise unless mask_mod gives a bool for the first row and key."""
-    if not callable(mask_mod):
-        raise TypeError(f"mask_mod must be a function of b, h, q_idx and kv_idx, got {shown(mask_mod)}")
+    check_is("mask_mod", mask_mod, callable(mask_mod), "a function of b, h, q_idx and kv_idx", TypeError)
     first = torch.zeros(1, 1, dtype=torch.int64, device=device)
     try:
         seen = _over_boxes(mask_mod, first[0], first[0], first, first)
@@ -375,8 +358,7 @@ def _check_mask_mod(mask_mod, device):
     dtype = getattr(seen, "dtype", type(seen))
     if dtype != torch.bool:
         raise TypeError(f"mask_mod must return a tensor of bool, got {dtype}")
-    if seen.ndim != 3:
-        raise ValueError(f"mask_mod must return a tensor without dimensions, got one of shape {tuple(seen.shape[3:])}")
+    check_is("mask_mod", seen[0, 0, 0], seen.ndim == 3, "a function that returns a tensor without dimensions")
 
 
 def with_tensors(given, q, k):
@@ -384,21 +366,18 @@ def with_tensors(given, q, k):
     block_mask = given.mask_units
     if block_mask is None:
         return given
-    if given.cu_seqlens_q is not None:
-        raise ValueError("block_mask cannot be given with cu_seqlens: write the samples into the mask")
+    check_apart("block_mask", ": write the samples into the mask", cu_seqlens=given.cu_seqlens_q)
     if not isinstance(block_mask, BlockMask):
         if not hasattr(block_mask, "_minimal_attn"):  # an attribute: Dynamo would not look into a dict again
             block_mask._minimal_attn = BlockMask.from_torch(block_mask)
         block_mask = block_mask._minimal_attn
     sizes = *(q.shape[:2] if q.ndim == 4 else (q.shape[0], 1)), q.shape[-2], k.shape[-2]
-    if block_mask.shape[2:] != sizes[2:] or any(n not in (1, size) for n, size in zip(block_mask.shape, sizes)):
-        raise ValueError(f"block_mask must broadcast to {sizes}, (batch size, heads, rows, keys), got {block_mask!r}")
-    if block_mask.device != q.device:
-        raise ValueError(f"block_mask must be on {q.device}, as q is, got {block_mask!r}")
+    check_is("block_mask", block_mask, block_mask.shape[2:] == sizes[2:] and all(
+        n in (1, size) for n, size in zip(block_mask.shape, sizes)),
+        f"of a shape that broadcasts to {sizes}, (batch size, heads, rows, keys)")
+    check_is("block_mask", block_mask, block_mask.device == q.device, f"on {q.device}, as q is")
     if not q.is_cuda and can_read(block_mask.units):  # kernels for a GPU clamp them
-        low, high = (int(x) for x in block_mask.units.aminmax())
-        if low < EMPTY or high >= block_mask.bits.shape[0]:
-            raise ValueError(f"the units of block_mask must be in {EMPTY}..{block_mask.bits.shape[0] - 1}, got values "
-                             f"from {low} to {high}")
+        for number in block_mask.units.aminmax():
+            check_range("each unit of block_mask", int(number), EMPTY, block_mask.bits.shape[0] - 1)
     names = "mask_units", "mask_row_words", "mask_key_words", "mask_bits"
     return given._replace(**dict(zip(names, block_mask._tensors.values())))

@@ -9,8 +9,8 @@ from torch import Tensor
 from .attention import BACKENDS, backend_name
 from .backends import reference
 from .backends.cuda import can_append, can_read_cache
-from .checks import (FP8_DTYPES, NO_WINDOW, OWN, autocast, check_dtype, check_no_derivative, check_number,
-                     checked_options, is_int, is_known, is_static, shown)
+from .checks import (FP8_DTYPES, NO_WINDOW, OWN, autocast, check_both, check_dtype, check_needs, check_no_derivative,
+                     check_number, checked_options, is_int, is_known, is_static, shown)
 from .options import NO_MASK, Append, Cache, Options
 from .reference.append import check_append, check_slots
 from .reference.pages import check_cached, with_own_rows
@@ -108,12 +108,11 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
     cache = with_own_rows(cache._replace(tree_mask=tree_mask, num_splits=int(cache.num_splits),
                                          max_seqlen_q=int(max_seqlen_q) if is_bound else 0))
     q = _rows_contiguous(q)
-    if (k is None) != (v is None):
-        raise ValueError("k and v must both be given, or neither")
-    for of_new in ("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens"):
-        if k is None and getattr(append, of_new) is not None:
-            raise ValueError(f"{of_new} needs new keys and values, k and v")
-    if has_new := k is not None:
+    check_both(k=k, v=v)
+    has_new = k is not None
+    check_needs("new keys and values, k and v", has_new, cu_seqlens_k_new=append.cu_seqlens_k_new,
+                rotary_cos=append.rotary_cos, rotary_sin=append.rotary_sin, rotary_seqlens=append.rotary_seqlens)
+    if has_new:
         append = append._replace(seqused_k=options.seqused_k, page_table=cache.page_table, batch_idx=cache.batch_idx,
                                  q=q, cu_seqlens_q=options.cu_seqlens_q, q_advances=options.mask != NO_MASK)
         check_append(k, v, k_cache, v_cache, append, names)

@@ -1,9 +1,10 @@
 """The checks of all arguments, made once, where a caller's arguments enter, so that all backends refuse alike.
 
 NUMBERS and TENSORS have a row for each argument: what it may be. check_number and check_tensor_of compare an argument
-with its row, and the functions below them compare arguments with each other. Each error names the argument as its
-caller does (`names` has what a caller calls our arguments, where that is another name), what was given and what is
-allowed. What is no dense tensor or of a wrong type or dtype is a TypeError, and everything else a ValueError.
+with its row. check_is, check_range, check_shapes, check_apart and check_needs word the other faults, and the functions
+below them compare arguments with each other. Each error names the argument as its caller does (`names` has what a
+caller calls our arguments, where that is another name), what was given and what is allowed. What is no dense tensor or
+of a wrong type or dtype is a TypeError, and everything else a ValueError.
 
 Values of tensors are checked where that needs no wait for a GPU. Kernels clamp all others to what there is.
 """
@@ -152,12 +153,66 @@ class _Shown(reprlib.Repr):
         return "a nested tensor" if x.is_nested else f"a {x.dtype} tensor of shape {tuple(x.shape)}"
 
 
-shown = _Shown().repr  # what an error says of a wrong argument
+_shown = _Shown()
+_shown.maxother = 80  # a BlockMask or a class as a whole
+shown = _shown.repr  # what an error says of a wrong argument
 
 
 def dtype_names(dtypes):
     *names, last = (str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
     return f"{', '.join(names)} or {last}" if names else last
+
+
+# The kinds of faults.
+
+def check_is(name, x, is_it, words, error=ValueError):
+    """The error unless x, which its caller calls `name`, is what the words say."""
+    if not is_it:
+        raise error(f"{name} must be {words}, got {shown(x)}")
+
+
+def check_range(name, x, low, high=None, whose=""):
+    """ValueError unless x is at least low and, where there is a high, at most that."""
+    if not holds(x >= low) or high is not None and not holds(x <= high):
+        ends = "..".join(f"{n:g}" if n in (MAX_SCALE, -MAX_SCALE) else str(n) for n in (low, high))
+        allowed = f"at least {low}" if high is None else f"in {ends}"
+        raise ValueError(f"{name} must be {allowed}{whose}, got {shown(x)}")
+
+
+def check_shapes(fit, words, names=OWN, **tensors):
+    """ValueError unless the shapes of these tensors fit together, as the words say."""
+    if not fit:
+        raise ValueError(f"{words}: " + ", ".join(f"{names.get(name, name)} is {tuple(x.shape)}"
+                                                  for name, x in tensors.items()))
+
+
+def check_layout(layout, names=OWN, sizes=OWN, **tensors):
+    """TypeError unless these are dense tensors, ValueError unless they have this layout, with the sizes of dimensions."""
+    for name, x in tensors.items():
+        check_tensor(name, x)
+        if x.ndim != layout.count(",") + 1 or any(x.shape[dim] != size for dim, size in sizes.items()):
+            function = f"{names['function']}: " if "function" in names else ""
+            raise ValueError(f"{function}{name} must be {layout}, got {tuple(x.shape)}")
+
+
+def check_apart(name, why="", **others):
+    """ValueError if one of the others is given (not None, False or 0) beside the argument of this name."""
+    for other, x in others.items():
+        if not is_unset(x):
+            raise ValueError(f"{name} cannot be given with {other}{why}")
+
+
+def check_needs(needed, is_given, **others):
+    """ValueError if one of the others is given without what it needs."""
+    for other, x in others.items():
+        if x is not None and not is_given:
+            raise ValueError(f"{other} needs {needed}")
+
+
+def check_both(**pair):
+    """ValueError if one of a pair of arguments is given without the other one."""
+    if len({x is None for x in pair.values()}) > 1:
+        raise ValueError(f"{' and '.join(pair)} must both be given, or neither")
 
 
 # Numbers.
@@ -189,27 +244,26 @@ NUMBERS = {
                        MAX_SCALE),
     "dropout_p": Number("a number", _is_real, 0, 1),
     "softcap": Number("a number", _is_real, 0, MAX_SCALE),  # kernels keep it in fp32
-    "attention_chunk": Number("an int", is_int, 0),
-    "num_splits": Number("an int", is_int, 0, MAX_SPLITS),  # 0 leaves it to the kernel
-    "max_seqlen_q": BOUND, "max_seqlen_k": BOUND, "batch": LENGTH, "seqlen": LENGTH,
-    **dict.fromkeys(("block_size", "embed_dim", "num_heads", "num_heads_k"), A_SIZE),
+    "num_splits": LENGTH._replace(high=MAX_SPLITS),  # 0 leaves it to the kernel
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), BOUND),
+    **dict.fromkeys(("attention_chunk", "batch", "seqlen", "num_bits"), LENGTH),
+    **dict.fromkeys(("block_size", "embed_dim", "num_heads", "num_heads_k", "B", "H", "Q_LEN", "KV_LEN"), A_SIZE),
 }
 OPTION_NUMBERS = [name for name in Options._fields if name in NUMBERS]
 
 
 def check_number(name, x, names=OWN):
     """x, real numbers as a float, if its row in NUMBERS allows its type (else TypeError) and its value (ValueError)."""
-    row, called = NUMBERS[name], names.get(name, name)
+    row = NUMBERS[name]
     if row.low == 0 and is_zero(x):
         return x
+    called = names.get(name, name)
     if not row.is_it(x):
         instead = "; masks are called attn_bias" if name == "causal" and isinstance(x, torch.Tensor) else ""
         raise TypeError(f"{called} must be {row.words}, got {shown(x)}{instead}")
-    if x is None or row is A_BOOL or row is BOUND and isinstance(x, torch.Tensor):
+    if x is None or row.low is None or row is BOUND and isinstance(x, torch.Tensor):
         return x
-    if not holds(x >= row.low) or row.high is not None and not holds(x <= row.high):
-        allowed = f"at least {row.low}" if row.high is None else f"in {row.low:g}..{row.high:g}"
-        raise ValueError(f"{called} must be {allowed}, got {shown(x)}")
+    check_range(called, x, row.low, row.high)
     return x if is_int(x) else float(x)
 
 
@@ -242,18 +296,20 @@ def is_causal_bias(x):
 def check_tensor(name, x):
     """TypeError unless x is a dense tensor whose memory is its value. So it is in subclasses that leave
     __torch_dispatch__ alone, as parameters do, but for CausalBias."""
+    kind = type(x)
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.is_nested or x.layout != torch.strided:
+        wrong = f"a torch.Tensor, got {kind.__name__}"
+    elif x.is_nested or x.layout != torch.strided:
         got = f"{shown(x)}: torch.nested.to_padded_tensor makes it dense" if x.is_nested else x.layout
-        raise TypeError(f"{name} must be a dense tensor, got {got}")
-    if type(x) in (torch.Tensor, torch.nn.Parameter) or (
-            type(x).__name__ in DISPATCHED and type(x).__module__.startswith("torch.")):
+        wrong = f"a dense tensor, got {got}"
+    elif kind in (torch.Tensor, torch.nn.Parameter) or (
+            kind.__name__ in DISPATCHED and kind.__module__.startswith("torch.")) or not (
+            is_causal_bias(x) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__):
         return
-    if is_causal_bias(x) or type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        instead = ": x.to_local() gives that of this rank" if type(x).__name__ == "DTensor" else ""
-        raise TypeError(f"{name} must be a plain tensor, got {type(x).__name__}, a subclass whose memory is not its "
-                        f"value{instead}")
+    else:
+        instead = ": x.to_local() gives that of this rank" if kind.__name__ == "DTensor" else ""
+        wrong = f"a plain tensor, got {kind.__name__}, a subclass whose memory is not its value{instead}"
+    raise TypeError(f"{name} must be {wrong}")
 
 
 class Rule(NamedTuple):
@@ -285,6 +341,9 @@ TENSORS = {
     "tokens": Rule((torch.int64,), (("B", "S"),)),
     "slot_mapping": Rule((torch.int64,), (("T",),), CONTIGUOUS),
     "indices": Rule((torch.int64,)),
+    "units": Rule((torch.int32,)), "bits": Rule((torch.int32,), (("P", 2, 128),)),  # of a BlockMask
+    "mask": Rule((torch.bool,), (("Sq", "Sk"), ("H", "Sq", "Sk"), ("B", "H", "Sq", "Sk"))),
+    "blocks": Rule((torch.bool,), (("B or 1", "H or 1", "rows", "columns"),)),
 }
 
 
@@ -363,19 +422,15 @@ def autocast(q, *others):
                  and not is_causal_bias(x) else x for x in (q, *others))
 
 
-def shapes_of(names=OWN, **tensors):
-    """The shapes of tensors as an error shows them."""
-    return ", ".join(f"{names.get(name, name)} is {tuple(x.shape)}" for name, x in tensors.items())
-
-
 def check_head_dim(head_dim, of=""):
     """ValueError unless kernels take this head_dim. of: whose it is."""
     if is_known(head_dim < 1) or is_over(head_dim, MAX_HEAD_DIM):
         raise ValueError(f"Unsupported head_dim {head_dim}{of}: 1 to {MAX_HEAD_DIM} is supported")
 
 
-def check_heads(q, k, v, names=OWN, k_name="k", v_name="v"):
-    """ValueError unless the head_dims of three tensors fit together and, if they have 4 dimensions, the heads."""
+def check_heads(names=OWN, **tensors):
+    """ValueError unless the head_dims of q, k and v, by their own names, fit together and, in 4 dimensions, the heads."""
+    q, k, v = tensors.values()
     check_head_dim(q.shape[-1])
     check_head_dim(v.shape[-1])
     if not same_sizes(k.shape[:-1], v.shape[:-1]):
@@ -386,28 +441,25 @@ def check_heads(q, k, v, names=OWN, k_name="k", v_name="v"):
         fault = "the number of query heads must be a multiple of the number of key/value heads"
     else:
         return
-    tensors = {"q": q, k_name: k, v_name: v}
     called = dict(zip("qkv", (names.get(name, name) for name in tensors)))
-    raise ValueError(f"{fault.format(**called)}: {shapes_of(names, **tensors)}")
+    check_shapes(False, fault.format(**called), names, **tensors)
 
 
 def check_qkv(q, k, v, dtypes=None, names=OWN):
     """Raise unless q (B, H, Sq, D) or (B·H, Sq, D), k and v (B, Hk, Sk, D) or (B·H, Sk, D) fit together; v may have
     another head_dim. dtypes: None where check_dtype follows."""
-    check_alike(dtypes, names, q=q, k=k, v=v)
-    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
-        raise ValueError(f"Expected 3D or 4D tensors, all alike: {shapes_of(names, q=q, k=k, v=v)}")
-    check_heads(q, k, v, names)
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"q, k and v must have the same batch size: {shapes_of(names, q=q, k=k, v=v)}")
+    given = {"q": q, "k": k, "v": v}
+    check_alike(dtypes, names, **given)
+    check_shapes(2 < q.ndim < 5 and q.ndim == k.ndim == v.ndim, "Expected 3D or 4D tensors, all alike", names, **given)
+    check_heads(names, **given)
+    check_shapes(q.shape[0] == k.shape[0], "q, k and v must have the same batch size", names, **given)
     check_sizes(q, k.shape[-2])
 
 
 def check_sizes(q, seqlen_k):
     """ValueError unless kernels can count the heads, and the rows and keys of a sample together, in 32 bits."""
     if any(is_over(n, MAX_SEQLEN) for n in (*q.shape[1:-2], q.shape[-2] + seqlen_k)):
-        raise ValueError(f"heads go up to {MAX_SEQLEN}, and so do rows and keys together: q is {tuple(q.shape)}, and "
-                         f"there are {seqlen_k} keys")
+        check_shapes(False, f"heads go up to {MAX_SEQLEN}, and so do rows and keys together, with {seqlen_k} keys", q=q)
 
 
 # Windows and lengths.
@@ -422,28 +474,23 @@ def check_window_size(window_size):
         pair = pair.tolist()
     pair = pair if isinstance(pair, (tuple, list)) else ()
     sides = [-1 if x is None else x.tolist() if isinstance(x, torch.Tensor) else x for x in pair]
-    if len(sides) != 2 or not all(map(is_int, sides)):
-        raise TypeError(f"window_size must be a pair of ints, (left, right), got {shown(window_size)}")
-    if min(sides) < -1:
-        raise ValueError(f"window_size must be at least -1 on both sides, and -1 is no bound, got {shown(window_size)}")
+    check_is("window_size", window_size, len(sides) == 2 and all(map(is_int, sides)),
+             "a pair of ints, (left, right)", TypeError)
     left, right = sides
+    check_is("window_size", window_size, left >= -1 <= right, "at least -1 on both sides, and -1 is no bound")
     return min(operator.index(left), MAX_SEQLEN), min(operator.index(right), MAX_SEQLEN)
 
 
 def check_lengths(lengths, seq_lens, q, k, names=OWN):
     """lengths, or those that seq_lens means, if they fit q and k, which are checked."""
     if seq_lens is not None:
-        if lengths.are_given:
-            raise ValueError("seq_lens cannot be given together with cu_seqlens_q, cu_seqlens_k, seqused_q or "
-                             "seqused_k")
+        check_apart("seq_lens", **lengths._asdict())
         seq_lens = check_seq_lens(seq_lens, q, k)
         return Lengths(seqused_q=seq_lens, seqused_k=seq_lens)
     if not lengths.are_given:
         return lengths
-    if (lengths.cu_seqlens_q is None) != (lengths.cu_seqlens_k is None):
-        raise ValueError("cu_seqlens_q and cu_seqlens_k must both be given, or neither")
-    if lengths.is_packed and q.ndim != 4:
-        raise ValueError(f"with cu_seqlens_q, q, k and v must be packed, (1, H, T, D), got q {tuple(q.shape)}")
+    check_both(cu_seqlens_q=lengths.cu_seqlens_q, cu_seqlens_k=lengths.cu_seqlens_k)
+    check_shapes(not lengths.is_packed or q.ndim == 4, "with cu_seqlens_q, q, k and v must be packed, (1, H, T, D)", q=q)
     check_samples(lengths, q, k.shape[-2], names)
     return lengths
 
@@ -452,13 +499,11 @@ def check_samples(lengths, q, total_k, names=OWN):
     """Raise unless lengths fit q and total_k: the keys of each sample, or of all together in a packed batch. Serves
     caches as well, whose cu_seqlens_k is None."""
     if lengths.is_packed:
-        name = names.get("cu_seqlens_q", "cu_seqlens_q")
-        check_tensor_of("cu_seqlens_q", lengths.cu_seqlens_q, q.device, names=names)
-        if not holds(lengths.cu_seqlens_q.shape[0] >= 2):
-            raise ValueError(f"{name} must be of shape (B + 1,), with B at least 1, got (1,)")
-        if not holds(q.shape[0] == 1):
-            raise ValueError(f"with {name}, {names.get('q', 'q')} must be packed, with all samples one after the other "
-                             f"and a batch size of 1, got {q.shape[0]}")
+        name, bounds = names.get("cu_seqlens_q", "cu_seqlens_q"), lengths.cu_seqlens_q
+        check_tensor_of("cu_seqlens_q", bounds, q.device, names=names)
+        check_is(name, bounds, holds(bounds.shape[0] >= 2), "of shape (B + 1,), with B at least 1")
+        check_shapes(holds(q.shape[0] == 1), f"with {name}, {names.get('q', 'q')} must be packed, with all samples one "
+                     "after the other and a batch size of 1", names, q=q)
     sizes = {"B": lengths.num_samples(q), "B + 1": lengths.num_samples(q) + 1}
     for name, x in zip(Lengths._fields[1:], lengths[1:]):
         if x is not None:
@@ -479,22 +524,16 @@ def _check_values(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, tot
                                  f"{shown(bounds)}")
             ends = [total] * len(bounds) if shares_keys else bounds[1:]
             rooms = [end - begin for begin, end in zip(bounds, ends)]
+        name = names.get(f"seqused_{side}", f"seqused_{side}")
         for b, (length, room) in enumerate(zip(used or (), rooms)):
-            check_index(f"seqused_{side}", length, room + 1, f"sample {b}", names)
-
-
-def check_index(name, x, size, whose, names=OWN):
-    """ValueError unless x, a value for a sample in the tensor of this name, is in 0..size - 1."""
-    if not 0 <= x < size:
-        raise ValueError(f"{names.get(name, name)} must be in 0..{size - 1} for {whose}, got {x}")
+            check_range(name, length, 0, room, f" for sample {b}")
 
 
 def check_seq_lens(seq_lens, q, k):
     """seq_lens as an int32 tensor of shape (q.shape[0],) on q's device, if it fits q and k. To check the values of a
     GPU tensor takes one small read, which is skipped while a CUDA graph is captured or torch.compile traces."""
     seqlen = q.shape[-2]
-    if not holds(seqlen == k.shape[-2]):
-        raise ValueError(f"seq_lens needs equal lengths of q and k, got seqlen_q {seqlen} and seqlen_k {k.shape[-2]}")
+    check_shapes(holds(seqlen == k.shape[-2]), "seq_lens needs equal lengths of q and k", q=q, k=k)
     is_tensor = isinstance(seq_lens, torch.Tensor)
     if not is_tensor:
         try:
@@ -529,20 +568,9 @@ def is_top_left(causal_bias, q, k, name="attn_bias"):
     ValueError unless it is for the rows of q and the keys of k.
     """
     shape = causal_bias.seq_len_q, causal_bias.seq_len_kv
-    if not same_sizes(shape, (q.shape[-2], k.shape[-2])):
-        raise ValueError(f"{name} must be for {q.shape[-2]} rows and {k.shape[-2]} keys, got a CausalBias of {shape}")
+    check_is(name, shape, same_sizes(shape, (q.shape[-2], k.shape[-2])),
+             f"for {q.shape[-2]} rows and {k.shape[-2]} keys")
     return causal_bias.variant.name == "UPPER_LEFT"
-
-
-def with_causal_bias(window, attn_bias, q, k, lengths):
-    """Returns (window, attn_bias), in which a CausalBias has become a part of the window if possible. It is not with
-    lengths, which move the window, or if the bound would be negative. All but attn_bias are checked."""
-    if is_causal_bias(attn_bias) and not lengths.are_given:
-        bound = q.shape[-2] - k.shape[-2] if is_top_left(attn_bias, q, k) else 0  # beyond the bottom-right diagonal
-        if bound >= 0:
-            left, right = window
-            return (left, bound if right < 0 else min(right, bound)), None
-    return window, attn_bias
 
 
 def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
@@ -550,19 +578,17 @@ def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
     (B·H, 1, Sq, Sk). A CausalBias becomes the mask that it means. ValueError for any with packed batches and fp8."""
     if attn_bias is None:
         return None
-    if lengths.is_packed or q.dtype in FP8_DTYPES:
-        raise ValueError(f"{name} cannot be given with " + (
-            "cu_seqlens: samples of a packed batch have no rows and keys in common" if lengths.is_packed
-            else f"float8 inputs, and q is {q.dtype}"))
+    check_apart(name, ": samples of a packed batch have no rows and keys in common", cu_seqlens=lengths.cu_seqlens_q)
+    if q.dtype in FP8_DTYPES:
+        raise ValueError(f"{name} cannot be given with float8 inputs, and q is {q.dtype}")
     if is_causal_bias(attn_bias):
         diagonal = 0 if is_top_left(attn_bias, q, k, name) else k.shape[-2] - q.shape[-2]
         attn_bias = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(diagonal)
     allowed = (torch.bool, q.dtype, torch.float32) if q.dtype in KERNEL_DTYPES else (torch.bool, q.dtype)
     check_tensor_of("attn_bias", attn_bias, q.device, names={"attn_bias": name}, dtypes=allowed)
     shape = *q.shape[:-1], k.shape[-2]
-    if attn_bias.ndim == 0 or not broadcasts(attn_bias.shape, shape):
-        raise ValueError(f"{name} must have 1 to {len(shape)} dimensions and broadcast to {shape}, (batch size, heads, "
-                         f"rows, keys), got {tuple(attn_bias.shape)}")
+    check_is(name, attn_bias, attn_bias.ndim > 0 and broadcasts(attn_bias.shape, shape),
+             f"of 1 to {len(shape)} dimensions that broadcast to {shape}, (batch size, heads, rows, keys)")
     attn_bias = attn_bias[(None,) * (len(shape) - attn_bias.ndim)]
     return attn_bias if q.ndim == 4 else attn_bias.unsqueeze(1)
 
@@ -579,10 +605,9 @@ def check_dropout_seed(dropout_seed, q, num_samples):
     check_tensor_of("dropout_seed", dropout_seed.reshape(-1), q.device,
                     {"1 or 1 + 4 B": 1 if is_one else 1 + 4 * num_samples})
     if can_read(dropout_seed) and not dropout_seed.is_cuda and dropout_seed.numel() > 1:
-        for row, key, head, sample in dropout_seed.reshape(-1)[1:].view(-1, 4).tolist():
-            if row % 16 or key % 16 or min(row, key, head, sample) < 0:
-                raise ValueError("the origins in dropout_seed are the first row and the first key, multiples of 16, "
-                                 f"head and sample, all at least 0, got {[row, key, head, sample]}")
+        for origin in dropout_seed.reshape(-1)[1:].view(-1, 4).tolist():
+            check_is("each origin in dropout_seed", origin, min(origin) >= 0 == origin[0] % 16 == origin[1] % 16,
+                     "the first row and the first key, multiples of 16, head and sample, all at least 0")
     return dropout_seed.contiguous()
 
 
@@ -597,16 +622,20 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
     lengths = check_lengths(given.lengths, seq_lens, q, k, names) if is_whole else given.lengths
     given = given if seq_lens is None else given.with_lengths(lengths)
     left, right = check_window_size(window_size)
-    right = 0 if causal else right
-    if is_whole and not lengths.are_given:  # kernels may be faster without a bound, and these hide nothing
-        left = -1 if left >= 0 and is_known(left >= k.shape[-2] - 1) else left
-        right = -1 if right > 0 and is_known(right >= q.shape[-2] - 1) else right
-    (left, right), bias = with_causal_bias((left, right), given.attn_bias, q, k, lengths)
+    right, bias = 0 if causal else right, given.attn_bias
+    if not lengths.are_given:
+        if is_whole:  # kernels may be faster without a bound, and these hide nothing
+            left = -1 if left >= 0 and is_known(left >= k.shape[-2] - 1) else left
+            right = -1 if right > 0 and is_known(right >= q.shape[-2] - 1) else right
+        if is_causal_bias(bias):  # a part of the window, unless lengths move it or its bound would be negative
+            bound = q.shape[-2] - k.shape[-2] if is_top_left(bias, q, k) else 0  # beyond the bottom-right diagonal
+            if bound >= 0:
+                right, bias = bound if right < 0 else min(right, bound), None
     dropout_p, softcap = (0.0 if is_zero(x) else float(x) for x in (given.dropout_p, given.softcap))
     # One chunk of all keys hides nothing more than a causal mask.
     is_one_chunk = is_whole and right == 0 and is_known(given.attention_chunk >= k.shape[-2])
-    if 0 < softcap < 1e-30:  # no global name: torch.compile(dynamic=True) would make a symbol of it
-        raise ValueError(f"softcap must be 0 or at least 1e-30, by which kernels divide, got {softcap}")
+    if softcap:  # no global name for 1e-30: torch.compile(dynamic=True) would make a symbol of it
+        check_is("softcap", softcap, softcap >= 1e-30, "0 or at least 1e-30, by which kernels divide")
 
     def tensor(name, dtypes=None):
         """The tensor of this name in given, which fits its row in TENSORS, contiguous; or None."""
@@ -618,13 +647,10 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
         return x.contiguous()
 
     if given.score_mod is not None:
-        if not callable(given.score_mod):
-            raise TypeError("score_mod must be a function of score, b, h, q_idx and kv_idx, or None, got "
-                            f"{shown(given.score_mod)}")
-        beside = [name for name in ("softcap", "alibi_slopes", "attn_bias") if not is_unset(getattr(given, name))]
-        if beside:
-            raise ValueError(f"{names.get(beside[0], beside[0])} cannot be given with score_mod: write it into the "
-                             "function")
+        check_is("score_mod", given.score_mod, callable(given.score_mod),
+                 "a function of score, b, h, q_idx and kv_idx, or None", TypeError)
+        check_apart("score_mod", ": write it into the function", softcap=given.softcap,
+                    alibi_slopes=given.alibi_slopes, attn_bias=given.attn_bias)
     sinks = tensor("sinks", (torch.float64,) if q.dtype == torch.float64 else KERNEL_DTYPES)
     if wants_gradient(given.alibi_slopes):
         raise ValueError("alibi_slopes has no gradient, but requires grad: pass alibi_slopes.detach()")
@@ -688,18 +714,17 @@ def check_matmul(a, b, block_m, block_n, block_k):
     check_alike(KERNEL_DTYPES, a=a, b=b)
     if a.is_meta:
         raise ValueError("CUDA tensors required: a and b must hold values, and tensors on the device meta have none")
-    if not a.ndim == b.ndim == 2 or not holds(a.shape[1] == b.shape[0]):
-        raise ValueError(f"a and b must be 2D, and a.shape[1] must be b.shape[0]: {shapes_of(a=a, b=b)}")
-    if any(is_over(size, MAX_SIZE) for size in (*a.shape, *b.shape)):
-        raise ValueError(f"sizes go up to {MAX_SIZE}: {shapes_of(a=a, b=b)}")
+    check_shapes(a.ndim == b.ndim == 2 and holds(a.shape[1] == b.shape[0]),
+                 "a and b must be 2D, and a.shape[1] must be b.shape[0]", a=a, b=b)
+    check_shapes(not any(is_over(size, MAX_SIZE) for size in (*a.shape, *b.shape)), f"sizes go up to {MAX_SIZE}", a=a,
+                 b=b)
     blocks = {"block_m": (block_m, a.shape[0]), "block_n": (block_n, b.shape[1]), "block_k": (block_k, a.shape[1])}
     for name, (block, size) in blocks.items():
         if block is None:
             continue
         limit = max(16, (size + 15) // 16 * 16)
-        if type(block) is not int or not 16 <= block <= limit or block & (block - 1):
-            raise ValueError(f"{name} must be a power of two from 16 to {limit}, the dimension {size} rounded up to a "
-                             f"multiple of 16, got {shown(block)}")
+        check_is(name, block, type(block) is int and 16 <= block <= limit and not block & (block - 1),
+                 f"a power of two from 16 to {limit}, the dimension {size} rounded up to a multiple of 16")
     if None not in (block_m, block_n, block_k):
         check_tile(a.dtype, block_m=block_m, block_n=block_n, block_k=block_k)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .attention import BACKENDS, attend, fast_path
-from .checks import (NO_WINDOW, autocast, check_attn_bias, check_choice, check_head_dim, check_number, check_tensor,
-                     check_window_size, is_known)
+from .checks import (NO_WINDOW, autocast, check_apart, check_attn_bias, check_choice, check_head_dim, check_is,
+                     check_layout, check_needs, check_number, check_window_size, is_known)
 from .distributed.attention import context_parallel_attention
 from .distributed.layout import shards_of
 from .flash_attn.functions import refuse
@@ -57,17 +57,14 @@ class FlashMHA(nn.Module):
                  context_parallel_group: "torch.distributed.ProcessGroup | None" = None, attention_chunk: int = 0):
         super().__init__()
         num_heads_k = num_heads if num_heads_k is None else num_heads_k
-        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_heads_k", num_heads_k)):
-            check_number(name, size)
-        if embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
-        if num_heads % num_heads_k:
-            raise ValueError(f"num_heads must be a multiple of num_heads_k, got {num_heads} and {num_heads_k}")
+        for name, x in dict(embed_dim=embed_dim, num_heads=num_heads, num_heads_k=num_heads_k, causal=causal,
+                            attention_chunk=attention_chunk).items():
+            check_number(name, x)
+        check_is("embed_dim", embed_dim, embed_dim % num_heads == 0, f"a multiple of num_heads {num_heads}")
+        check_is("num_heads", num_heads, num_heads % num_heads_k == 0, f"a multiple of num_heads_k {num_heads_k}")
         head_dim = embed_dim // num_heads
         check_head_dim(head_dim, f" (embed_dim {embed_dim} / num_heads {num_heads})")
         dropout = check_number("dropout_p", dropout, {"dropout_p": "dropout"})
-        check_number("causal", causal)
-        check_number("attention_chunk", attention_chunk)
         check_window_size(window_size)
         check_choice("backend", backend, ("auto", *BACKENDS))
         if context_parallel_group is not None:
@@ -94,8 +91,7 @@ class FlashMHA(nn.Module):
         TypeError if mha is of another class, also a derived one, which may compute something else. ValueError for kdim
         or vdim other than embed_dim, add_bias_kv and add_zero_attn; otherwise as FlashMHA.
         """
-        if type(mha) is not nn.MultiheadAttention:
-            raise TypeError(f"mha must be a torch.nn.MultiheadAttention, got {type(mha).__name__}")
+        check_is("mha", type(mha), type(mha) is nn.MultiheadAttention, "a torch.nn.MultiheadAttention", TypeError)
         others = {"kdim": mha.kdim != mha.embed_dim, "vdim": mha.vdim != mha.embed_dim,
                   "add_bias_kv": mha.bias_k is not None, "add_zero_attn": mha.add_zero_attn}
         if given := [name for name, is_given in others.items() if is_given]:
@@ -156,20 +152,16 @@ class FlashMHA(nn.Module):
             As flash_attention or distributed.context_parallel_attention. RuntimeError: a key_padding_mask that packs
             under CUDA graph capture. NotImplementedError: a length or mask that a context_parallel_group excludes.
         """
-        check_tensor("x", x)
-        if sum(given is not None for given in (seq_lens, cu_seqlens, key_padding_mask)) > 1:
-            raise ValueError("at most one of seq_lens, cu_seqlens and key_padding_mask can be given")
+        check_layout(f"({'B, S' if cu_seqlens is None else 'T'}, {self.embed_dim})", sizes={-1: self.embed_dim}, x=x)
+        if seq_lens is not None:
+            check_apart("seq_lens", cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
+        if cu_seqlens is not None:
+            check_apart("cu_seqlens", key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+        check_needs("a packed batch: give cu_seqlens with it", cu_seqlens is not None, max_seqlen=max_seqlen)
         for name, given in (("seq_lens", seq_lens), ("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if given is not None and self.context_parallel_group is not None:
                 raise NotImplementedError(f"{name} is not supported with context_parallel_group: pack the batch, and "
                                           "give cu_seqlens")
-        if max_seqlen is not None and cu_seqlens is None:
-            raise ValueError("max_seqlen is of a packed batch: give cu_seqlens with it")
-        if attn_mask is not None and cu_seqlens is not None:
-            raise ValueError("attn_mask cannot be given with cu_seqlens")
-        layout = "B, S" if cu_seqlens is None else "T"
-        if x.ndim != layout.count(",") + 2 or x.shape[-1] != self.embed_dim:
-            raise ValueError(f"x must be ({layout}, {self.embed_dim}), got {tuple(x.shape)}")
         if key_padding_mask is not None:
             key_padding_mask = check_mask("key_padding_mask", key_padding_mask, x)
             if is_known(x.shape[0] == 0) or x.is_meta:  # the device meta knows no number of valid positions
@@ -178,8 +170,9 @@ class FlashMHA(nn.Module):
                 packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, key_padding_mask)
                 out = self.forward(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
                 return pad_input(out, indices, *x.shape[:2])
-            if check_window_size(self.window_size) != NO_WINDOW or self.attention_chunk:
-                raise ValueError("windows and chunks count what key_padding_mask leaves: give no attn_mask with it")
+            check_apart("attn_mask and key_padding_mask", ", which counts what key_padding_mask leaves",
+                        window_size=check_window_size(self.window_size) != NO_WINDOW,
+                        attention_chunk=self.attention_chunk)
             x = x.masked_fill(~key_padding_mask[..., None], 0)  # what no position sees must be finite
         if cu_seqlens is not None and is_known(x.shape[0] == 0) and getattr(cu_seqlens, "shape", None) == (1,):
             return self.forward(x[None])[0]  # no samples, which flash_attention refuses

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..attention import attend, fast_path
 from ..caches import attend_cached
-from ..checks import (NO_WINDOW, autocast, check_max_seqlens, check_number, check_tensor, check_tensor_of, out_dtype,
-                      same_sizes, shown, wants_gradient)
+from ..checks import (NO_WINDOW, autocast, check_apart, check_is, check_layout, check_max_seqlens, check_needs,
+                      check_number, check_tensor, check_tensor_of, out_dtype, same_sizes, wants_gradient)
 from ..options import NO_BLOCK_MASK, Append, Cache, Options
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
@@ -130,9 +130,8 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     if block_table is not None or page_table is not None:
         return _attend_pages(_names, q, k, v, given, block_table, page_table, max_seqlen_q, num_splits, out,
                              return_attn_probs, causal, window_size, backend)
-    if cu_seqlens_k is None and seqused_k is not None:
-        raise ValueError(f"{_names['function']}: seqused_k without cu_seqlens_k needs a page table: give block_table, "
-                         "or cu_seqlens_k, which says where the keys of a sample begin")
+    check_needs("a page table: give block_table, or cu_seqlens_k, which says where the keys of a sample begin",
+                cu_seqlens_k is not None, seqused_k=seqused_k)
     return _attend(_names, q, k, v, given, out, return_attn_probs, causal, window_size, backend, max_seqlen_k)
 
 
@@ -160,7 +159,7 @@ OF_QKV, OF_VARLEN = ("q", "k", "v"), ("q", "k", "v", "cu_seqlens_q", "cu_seqlens
 def flash_attn_qkvpacked_func(qkv: Tensor, *args, **keywords) -> Result:
     """flash_attn_func of qkv (B, S, 3, H, D), which holds q, k and v; none is copied."""
     names = NAMES["flash_attn_qkvpacked_func"]
-    check_layout(names, "(B, S, 3, H, D)", 3, qkv=qkv)
+    check_layout("(B, S, 3, H, D)", names, {-3: 3}, qkv=qkv)
     return flash_attn_func(*qkv.unbind(-3), *args, **keywords, _names=names)
 
 
@@ -168,7 +167,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *args, **keywords) -> Result:
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **keywords) -> Result:
     """flash_attn_func of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), which holds k and v; none is copied."""
     names = NAMES["flash_attn_kvpacked_func"]
-    check_layout(names, "(B, S, 2, H, D)", 2, kv=kv)
+    check_layout("(B, S, 2, H, D)", names, {-3: 2}, kv=kv)
     return flash_attn_func(q, *kv.unbind(-3), *args, **keywords, _names=names)
 
 
@@ -177,7 +176,7 @@ def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen
                                      **keywords) -> Result:
     """flash_attn_varlen_func of qkv (T, 3, H, D), which holds q, k and v; none is copied."""
     names = NAMES["flash_attn_varlen_qkvpacked_func"]
-    check_layout(names, "(T, 3, H, D)", 3, qkv=qkv)
+    check_layout("(T, 3, H, D)", names, {-3: 3}, qkv=qkv)
     return flash_attn_varlen_func(*qkv.unbind(-3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **keywords,
                                   _names=names)
 
@@ -187,7 +186,7 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor,
                                     **keywords) -> Result:
     """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hk, D), which holds k and v; none is copied."""
     names = NAMES["flash_attn_varlen_kvpacked_func"]
-    check_layout(names, "(T, 2, H, D)", 2, kv=kv)
+    check_layout("(T, 2, H, D)", names, {-3: 2}, kv=kv)
     return flash_attn_varlen_func(q, *kv.unbind(-3), cu_seqlens_q, cu_seqlens_k, *args, **keywords, _names=names)
 
 
@@ -206,21 +205,13 @@ def one_of(names, **arguments):
     return next(iter(given.values()), None)
 
 
-def check_layout(names, layout, num_parts=None, **tensors):
-    """TypeError unless these are dense tensors, ValueError unless they have that layout, of num_parts parts."""
-    for name, x in tensors.items():
-        check_tensor(name, x)
-        if x.ndim != layout.count(",") + 1 or num_parts and x.shape[-3] != num_parts:
-            raise ValueError(f"{names['function']}: {name} must be {layout}, got {tuple(x.shape)}")
-
-
 def check_out(out, dtype, shape, device, *inputs):
     """ValueError unless out is None, or is of this dtype and shape on the device and no input wants a gradient."""
     if out is None:
         return
     check_tensor("out", out)
-    if (out.dtype, out.device) != (dtype, device) or not same_sizes(out.shape, shape):
-        raise ValueError(f"out must be {dtype} of shape {tuple(shape)} on {device}, got {shown(out)} on {out.device}")
+    check_is("out", out, (out.dtype, out.device) == (dtype, device) and same_sizes(out.shape, shape),
+             f"{dtype} of shape {tuple(shape)} on {device}")
     if any(map(wants_gradient, (out, *inputs))):
         raise ValueError("out cannot be given where gradients are wanted: call under torch.no_grad()")
 
@@ -244,7 +235,7 @@ def _rows_first(result, is_packed, out, return_attn_probs):
 def _attend(names, q, k, v, given, out, return_attn_probs, causal, window_size, backend, max_seqlen_k=None):
     """attention.attend by flash-attn's layouts: (B, S, H, D), or with cu_seqlens (T, H, D)."""
     is_packed = given.cu_seqlens_q is not None
-    check_layout(names, "(T, H, D)" if is_packed else "(B, S, H, D)", q=q, k=k, v=v)
+    check_layout("(T, H, D)" if is_packed else "(B, S, H, D)", names, q=q, k=k, v=v)
     if out is not None:
         dtype = out_dtype(autocast(q.new_empty(0))[0].dtype)
         check_out(out, dtype, (*q.shape[:-1], v.shape[-1]), q.device, q, k, v, given.sinks)
@@ -258,15 +249,14 @@ def _attend_pages(names, q, k, v, given, block_table, page_table, max_seqlen_q, 
     """flash_attn_varlen_func with a page table."""
     function, of_table = names["function"], "page_table" if block_table is None else "block_table"
     table = one_of(names, block_table=block_table, page_table=page_table)
-    check_layout(names, "(T, H, D)", q=q)
-    check_layout(names, "(num_pages, page_size, Hk, D)", k=k, v=v)
+    check_layout("(T, H, D)", names, q=q)
+    check_layout("(num_pages, page_size, Hk, D)", names, k=k, v=v)
     if check_number("dropout_p", given.dropout_p) > 0:
         raise NotImplementedError(f"{function}: dropout_p is not supported with {of_table}, only 0 is")
     names = {**names, "k_cache": "k", "v_cache": "v", "page_table": of_table}
     if given.cu_seqlens_k is not None:
-        if given.seqused_k is not None:
-            raise ValueError(f"{function}: cu_seqlens_k and seqused_k cannot both be given with {of_table}, since each "
-                             "says how many keys a sample has")
+        check_apart("cu_seqlens_k", f", beside {of_table}: each says how many keys a sample has",
+                    seqused_k=given.seqused_k)
         check_tensor_of("cu_seqlens_k", given.cu_seqlens_k, q.device)
         given = given._replace(cu_seqlens_k=None, seqused_k=given.cu_seqlens_k.diff())
         names["seqused_k"] = "the difference of entries of cu_seqlens_k"

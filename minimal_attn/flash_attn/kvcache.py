@@ -8,11 +8,11 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import (KERNEL_DTYPES, MAX_SPLITS, NO_WINDOW, check_dtype, check_no_derivative, check_tensor,
-                      check_tensor_of, dtype_names, holds, is_int, shown, sum_dtype)
+from ..checks import (KERNEL_DTYPES, MAX_SPLITS, NO_WINDOW, check_dtype, check_is, check_layout, check_no_derivative,
+                      check_range, check_shapes, check_tensor, check_tensor_of, dtype_names, is_int, sum_dtype)
 from ..options import Append, Cache, Options
 from ..reference.append import check_room
-from .functions import Result, attend_rows, check_layout, check_out, heads_first, one_of, refuse
+from .functions import Result, attend_rows, check_out, heads_first, one_of, refuse
 
 NAMES = {"function": "flash_attn_with_kvcache", "sm_scale": "softmax_scale", "seqused_k": "cache_seqlens",
          "leftpad_k": "cache_leftpad"}
@@ -64,11 +64,11 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
     table = one_of(NAMES, page_table=page_table, block_table=block_table)
     sinks = one_of(NAMES, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     names = NAMES if block_table is None else {**NAMES, "page_table": "block_table"}
-    check_layout(names, "(B, S, H, D)" if cu_seqlens_q is None else "(T, H, D)", q=q)
-    check_layout(names, "(B, S, Hk, D)" if table is None else "(num_pages, page_size, Hk, D)", k_cache=k_cache,
+    check_layout("(B, S, H, D)" if cu_seqlens_q is None else "(T, H, D)", names, q=q)
+    check_layout("(B, S, Hk, D)" if table is None else "(num_pages, page_size, Hk, D)", names, k_cache=k_cache,
                  v_cache=v_cache)
     is_packed = cu_seqlens_k_new is not None
-    check_layout(names, "(T, Hk, D)" if is_packed else "(B, Sn, Hk, D)",
+    check_layout("(T, Hk, D)" if is_packed else "(B, Sn, Hk, D)", names,
                  **{name: x for name, x in (("k", k), ("v", v)) if x is not None})
     if k is v is None:
         cu_seqlens_k_new = None  # SGLang gives it without k
@@ -96,8 +96,7 @@ def _of_each_sample(cache_seqlens, num_new, q, k_cache, table, names, cu_seqlens
     if cu_seqlens_q is not None:
         check_tensor_of("cu_seqlens_q", cu_seqlens_q, q.device)
         batch_size = max(0, cu_seqlens_q.shape[0] - 1)
-    if not (holds(cache_seqlens >= 0) and holds(cache_seqlens <= room)):
-        raise ValueError(f"cache_seqlens must be in 0..{room}, got {cache_seqlens}")
+    check_range("cache_seqlens", cache_seqlens, 0, room)
     check_room("", "cache_seqlens", cache_seqlens, num_new, room)
     return torch.full((batch_size,), cache_seqlens, dtype=torch.int32, device=q.device)
 
@@ -123,14 +122,13 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | N
     dtypes = *KERNEL_DTYPES, torch.float64
     check_tensor("out_partial", out_partial)
     check_dtype(out_partial, dtypes, "out_partial")
-    if out_partial.ndim not in (4, 5) or not 1 <= out_partial.shape[0] <= MAX_SPLITS:
-        raise ValueError("out_partial must be (num_splits, B, S, H, D) or (num_splits, T, H, D), with 1 to "
-                         f"{MAX_SPLITS} splits, got {tuple(out_partial.shape)}")
+    check_shapes(out_partial.ndim in (4, 5) and 1 <= out_partial.shape[0] <= MAX_SPLITS, "out_partial must be "
+                 f"(num_splits, B, S, H, D) or (num_splits, T, H, D), with 1 to {MAX_SPLITS} splits",
+                 out_partial=out_partial)
     check_tensor_of("lse_partial", lse_partial, out_partial.device, dtypes=(sum_dtype(out_partial.dtype),),
                     shapes=(out_partial.shape[:-1],))
     dtype = getattr(out, "dtype", out_partial.dtype) if out_dtype is None else out_dtype
-    if dtype not in dtypes:
-        raise TypeError(f"out_dtype must be None or one of {dtype_names(dtypes)}, got {shown(dtype)}")
+    check_is("out_dtype", dtype, dtype in dtypes, f"None or one of {dtype_names(dtypes)}", TypeError)
     check_out(out, dtype, out_partial.shape[1:], out_partial.device)
     check_no_derivative("flash_attn_combine", "flash_attention", out_partial=out_partial, lse_partial=lse_partial)
 

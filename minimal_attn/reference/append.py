@@ -6,8 +6,8 @@ Su et al., RoFormer, 2021, is where the rotation is from; flash-attn rotates key
 import torch
 from torch import Tensor
 
-from ..checks import (OWN, can_read, check_alike, check_head_dim, check_number, check_tensor_of, empty_like, holds,
-                      is_known, same_sizes, shapes_of, sum_dtype)
+from ..checks import (OWN, can_read, check_alike, check_both, check_head_dim, check_is, check_needs, check_number,
+                      check_shapes, check_tensor_of, empty_like, holds, is_known, same_sizes, sum_dtype)
 from ..options import Append, Cache, Lengths
 from .packed import begins_and_lengths, places_of_rows
 from .pages import capacity_of, check_fit, check_rows, check_sequences, place_in_cache
@@ -26,14 +26,14 @@ def check_append(k, v, k_cache, v_cache, append, names=OWN):
         check_tensor_of("cu_seqlens_k_new", append.cu_seqlens_k_new, k.device)
     lengths = Lengths(append.cu_seqlens_k_new, None, None, append.seqused_k)
     cache, batch_size = Cache(append.page_table, append.batch_idx), lengths.num_samples(k) if k.ndim else 0
-    if append.q is not None and not holds(batch_size == Lengths(append.cu_seqlens_q).num_samples(append.q)):
-        raise ValueError(f"k must have as many samples as q, got {batch_size}: {shapes_of(q=append.q, k=k)}")
+    if append.q is not None:
+        check_shapes(holds(batch_size == Lengths(append.cu_seqlens_q).num_samples(append.q)),
+                     f"k must have as many samples as q, got {batch_size}", q=append.q, k=k)
     # The checks of queries, which new keys pass as well.
     check_fit(k, k_cache, v_cache, lengths, cache, {**names, "q": "k", "cu_seqlens_q": "cu_seqlens_k_new"}, True)
-    if not (same_sizes(k.shape[:-1], v.shape[:-1]) and holds(k.shape[1] == k_cache.shape[1])
-            and holds(v.shape[-1] == v_cache.shape[-1])):
-        raise ValueError("k and v must have the same shape, and the heads and head_dims of the caches: "
-                         f"{shapes_of(names, k=k, v=v, k_cache=k_cache, v_cache=v_cache)}")
+    check_shapes(same_sizes(k.shape[:-1], v.shape[:-1]) and holds(k.shape[1] == k_cache.shape[1])
+                 and holds(v.shape[-1] == v_cache.shape[-1]), "k and v must have the same shape, and the heads and "
+                 "head_dims of the caches", names, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     _check_rotary(k, batch_size, append)
     values = append.seqused_k, *cache, *lengths, append.rotary_seqlens, append.cu_seqlens_q
     if k.is_cuda or not all(can_read(x) for x in values if isinstance(x, Tensor)):
@@ -61,40 +61,38 @@ def check_slots(key, value, key_cache, value_cache, slot_mapping):
     """Raise unless key (T, Hk, D) and value fit into caches (num_pages, page_size, Hk, D), at up to T slots."""
     tensors = dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     check_alike(None, **tensors)
-    if not (key.ndim == value.ndim == 3 and key_cache.ndim == value_cache.ndim == 4):
-        raise ValueError("Expected key and value (T, Hk, D) and caches (num_pages, page_size, Hk, D): "
-                         f"{shapes_of(**tensors)}")
-    if not all(same_sizes(x, y) for x, y in (
-            (key.shape[1:], key_cache.shape[2:]), (value.shape[1:], value_cache.shape[2:]),
-            (key.shape[:2], value.shape[:2]), (key_cache.shape[:3], value_cache.shape[:3]))):
-        raise ValueError("key and value must have the heads and head_dims of the caches, and the same shape but for "
-                         f"the head_dim, and so must the caches: {shapes_of(**tensors)}")
+    check_shapes(key.ndim == value.ndim == 3 and key_cache.ndim == value_cache.ndim == 4,
+                 "Expected key and value (T, Hk, D) and caches (num_pages, page_size, Hk, D)", **tensors)
+    check_shapes(all(same_sizes(x, y) for x, y in (
+        (key.shape[1:], key_cache.shape[2:]), (value.shape[1:], value_cache.shape[2:]),
+        (key.shape[:2], value.shape[:2]), (key_cache.shape[:3], value_cache.shape[:3]))),
+        "key and value must have the heads and head_dims of the caches, and the same shape but for the head_dim, and "
+        "so must the caches", **tensors)
     check_head_dim(key.shape[2], " of key")
     check_head_dim(value.shape[2], " of value")
     check_rows(is_written=True, key_cache=key_cache, value_cache=value_cache)
     check_tensor_of("slot_mapping", slot_mapping, key.device)
-    if not holds(slot_mapping.shape[0] <= key.shape[0]):
-        raise ValueError(f"slot_mapping must have one value a row of key, {key.shape[0]}, or fewer, got "
-                         f"{slot_mapping.shape[0]}")
+    check_shapes(holds(slot_mapping.shape[0] <= key.shape[0]), "slot_mapping must have a value for each row of key, or "
+                 "fewer", slot_mapping=slot_mapping, key=key)
     num_slots = key_cache.shape[0] * key_cache.shape[1]
-    if not key.is_cuda and can_read(slot_mapping) and slot_mapping.numel() and slot_mapping.max() >= num_slots:
-        raise ValueError(f"slot_mapping must be below {num_slots}, the number of slots, got {int(slot_mapping.max())}")
+    if not key.is_cuda and can_read(slot_mapping) and slot_mapping.numel():
+        last = int(slot_mapping.max())
+        check_is("slot_mapping", last, last < num_slots, f"below {num_slots}, the number of slots")
 
 
 def _check_rotary(k, batch_size, append):
     cos, sin = append.rotary_cos, append.rotary_sin
     check_number("rotary_interleaved", append.rotary_interleaved)
-    if (cos is None) != (sin is None) or cos is None and append.rotary_seqlens is not None:
-        raise ValueError("rotary_cos and rotary_sin must both be given, or neither, and rotary_seqlens needs both")
+    check_both(rotary_cos=cos, rotary_sin=sin)
+    check_needs("rotary_cos and rotary_sin", cos is not None, rotary_seqlens=append.rotary_seqlens)
     if cos is None:
         return
     check_tensor_of("rotary_cos", cos, k.device, dtypes=(k.dtype,))
     check_tensor_of("rotary_sin", sin, k.device, dtypes=(k.dtype,), shapes=(cos.shape,))
     rotary_dim = 2 * cos.shape[1]
-    if is_known(cos.shape[0] == 0) or not (holds(rotary_dim % ROTARY_STEP == 0) and holds(rotary_dim > 0)
-                                           and holds(rotary_dim <= k.shape[-1])):
-        raise ValueError(f"rotary_cos must have a position and {ROTARY_STEP // 2} columns, or a multiple of them up to "
-                         f"half of the head_dim {k.shape[-1]}, got shape {tuple(cos.shape)}")
+    check_shapes(not is_known(cos.shape[0] == 0) and holds(rotary_dim % ROTARY_STEP == 0) and holds(rotary_dim > 0)
+                 and holds(rotary_dim <= k.shape[-1]), f"rotary_cos must have a position and {ROTARY_STEP // 2} columns, "
+                 f"or a multiple of them up to half of the head_dim {k.shape[-1]}", rotary_cos=cos)
     if append.rotary_seqlens is not None:
         check_tensor_of("rotary_seqlens", append.rotary_seqlens, k.device, {"B": batch_size})
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, pad
 
 from ..block_mask import BlockMask, with_tensors
-from ..checks import check_max_seqlens, check_number, check_qkv, checked_options, sum_dtype
+from ..checks import check_max_seqlens, check_number, check_qkv, check_shapes, checked_options, sum_dtype
 from ..options import Options
 from .dropout import keep_mask, keep_scale
 from .packed import as_padded
@@ -123,8 +123,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, d
         ValueError: shapes, block_size or dropout_p; TypeError: dtypes.
     """
     check_qkv(q, k, v, DTYPES)
-    if q.ndim != 3:
-        raise ValueError(f"blockwise_attention expects q, k and v of shape (B, N, D), got {tuple(q.shape)}")
+    check_shapes(q.ndim == 3, "q, k and v must be of shape (B, N, D)", q=q)
     check_number("block_size", block_size)
     check_number("dropout_p", dropout_p)
     dtype, scale = q.dtype, 1 / math.sqrt(q.shape[-1])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import can_read, check_number, check_tensor, check_tensor_of, holds, is_int, is_known
+from ..checks import can_read, check_number, check_shapes, check_tensor, check_tensor_of, holds, is_int, is_known
 from ..options import Lengths
 
 
@@ -56,15 +56,13 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     x, total = hidden_states, check_number("batch", batch) * check_number("seqlen", seqlen)
     check_tensor("hidden_states", x)
     check_tensor_of("indices", indices, x.device, shapes=(x.shape[:1],))
-    if not holds(x.shape[0] <= total):
-        raise ValueError(f"hidden_states has {x.shape[0]} rows, more than batch · seqlen = {total}")
+    check_shapes(holds(x.shape[0] <= total), f"batch and seqlen have room for {total} rows", hidden_states=x)
     return x.new_zeros(total, *x.shape[1:]).index_copy(0, indices, x).unflatten(0, (batch, seqlen))
 
 
 def check_mask(name, mask, x):
     """mask as bool, True or not 0 where a position of x (B, S, ...) is valid; errors as of check_tensor_of."""
-    if x.ndim < 2:
-        raise ValueError(f"hidden_states must be (B, S, ...), got {tuple(x.shape)}")
+    check_shapes(x.ndim > 1, "hidden_states must be (B, S, ...)", hidden_states=x)
     check_tensor_of(name, mask, x.device, dict(zip("BS", x.shape)))
     return mask != 0
 

@@ -8,7 +8,7 @@ says whether it sees the j-th new key.
 import torch
 from torch import Tensor
 
-from ..checks import check_tensor, check_tensor_of, holds
+from ..checks import check_apart, check_shapes, check_tensor, check_tensor_of, holds
 from .scores import positions
 
 MAX_TOKENS = 64  # bits of a word
@@ -44,8 +44,7 @@ def check_tree_mask(tree_mask, q, causal, others):
     dimension. q (B, H, Sq, D) is checked. NotImplementedError together with one of the others, {name of an
     argument: (whether it is given, what to do instead)}."""
     check_tensor("tree_mask", tree_mask)
-    if causal:
-        raise ValueError("causal=True cannot be given together with tree_mask, which takes its place")
+    check_apart("tree_mask", ", whose place it takes", causal=causal)
     for name, (is_given, instead) in others.items():
         if is_given:
             raise NotImplementedError(f"{name} is not supported together with tree_mask: {instead}")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..attention import attend
 from ..block_mask import BlockMask
-from ..checks import NO_WINDOW, check_number, check_tensor, holds, is_known, shapes_of, shown
+from ..checks import NO_WINDOW, check_apart, check_is, check_layout, check_number, check_shapes, holds, is_known
 from ..options import Options
 
 NAMES = {"q": "query", "k": "key", "v": "value", "sm_scale": "scale"}
@@ -41,19 +41,13 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Callabl
         TypeError: return_aux of another type. ValueError: other sizes, also of block_mask, or return_lse together with
         return_aux. Otherwise as flash_attention.
     """
-    if return_lse and return_aux is not None:
-        raise ValueError("return_lse and return_aux cannot be given together")
-    if return_aux is not None and not hasattr(return_aux, "max_scores"):
-        raise TypeError(f"return_aux must be None or torch's AuxRequest, got {shown(return_aux)}")
+    if return_aux is not None:
+        check_apart("return_aux", return_lse=return_lse)
+        check_is("return_aux", return_aux, hasattr(return_aux, "max_scores"), "None or torch's AuxRequest", TypeError)
     check_number("enable_gqa", enable_gqa)
-    tensors = dict(query=query, key=key, value=value)
-    for name, x in tensors.items():
-        check_tensor(name, x)
-    if not query.ndim == key.ndim == value.ndim == 4:
-        raise ValueError(f"query, key and value must have 4 dimensions: {shapes_of(**tensors)}")
-    if not enable_gqa and not holds(query.shape[1] == key.shape[1]):
-        raise ValueError("query and key must have the same number of heads, unless enable_gqa=True: "
-                         f"{shapes_of(**tensors)}")
+    check_layout("(B, H, S, D)", query=query, key=key, value=value)
+    check_shapes(enable_gqa or holds(query.shape[1] == key.shape[1]), "query and key must have the same number of "
+                 "heads, unless enable_gqa=True", query=query, key=key)
     if block_mask is not None:
         key, value = (x.expand(query.shape[0], -1, -1, -1) if is_known(x.shape[0] == 1) else x for x in (key, value))
     has_lse, has_max = (return_lse, False) if return_aux is None else (return_aux.lse, return_aux.max_scores)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..attention import flash_attention
-from ..checks import (NO_WINDOW, autocast, broadcasts, check_attn_bias, check_number, check_tensor, holds,
-                      is_causal_bias, is_known, is_static, is_top_left, shapes_of)
+from ..checks import (NO_WINDOW, autocast, broadcasts, check_apart, check_attn_bias, check_number, check_shapes,
+                      check_tensor, holds, is_causal_bias, is_known, is_static, is_top_left)
 from ..options import Lengths
 
 
@@ -46,8 +46,8 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
         check_tensor(name, x)
     for name, x in {"is_causal": is_causal, "enable_gqa": enable_gqa, "sm_scale": scale}.items():
         check_number(name, x, {"sm_scale": "scale"})
-    if attn_mask is not None and is_causal:
-        raise ValueError("attn_mask cannot be given together with is_causal=True")
+    if attn_mask is not None:
+        check_apart("attn_mask", is_causal=is_causal)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)  # before they are expanded
     leading, heads_k, key, value = _matched(query, key, value, enable_gqa)
     q, k, v = _as_4d(query, leading), *(_as_4d(x, (*leading[:-1], heads_k)) for x in (key, value))
@@ -74,13 +74,12 @@ def _matched(query, key, value, enable_gqa):
     """(leading, heads_k, key, value): the leading dimensions of the result, batch and heads, the number of key/value
     heads, and key and value, repeated if they alone have different numbers of heads."""
     given, ndim = dict(query=query, key=key, value=value), min(query.ndim, key.ndim, value.ndim)
-    if ndim < 2:
-        raise ValueError(f"query, key and value must have at least 2 dimensions: {shapes_of(**given)}")
+    check_shapes(ndim > 1, "query, key and value must have at least 2 dimensions", **given)
     heads, heads_k, heads_v = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value))
     if enable_gqa:
-        if ndim < 3 or any(is_known(n == 0) or not holds(heads % n == 0) for n in (heads_k, heads_v)):
-            raise ValueError("with enable_gqa=True, the number of query heads must be a multiple of those of key and "
-                             f"value: {shapes_of(**given)}")
+        check_shapes(ndim > 2 and not any(is_known(n == 0) or not holds(heads % n == 0) for n in (heads_k, heads_v)),
+                     "with enable_gqa=True, the number of query heads must be a multiple of those of key and value",
+                     **given)
         if not is_known(heads_k == heads_v):
             key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
             heads_k = heads
@@ -88,8 +87,7 @@ def _matched(query, key, value, enable_gqa):
     try:
         leading = torch.broadcast_shapes((1,), query.shape[:-2], *of_keys)
     except RuntimeError:
-        raise ValueError("the leading dimensions must broadcast; heads need not with enable_gqa=True: "
-                         f"{shapes_of(**given)}") from None
+        check_shapes(False, "the leading dimensions must broadcast; heads need not with enable_gqa=True", **given)
     if not enable_gqa and not (is_known(heads_k == 1) and is_known(heads_v == 1)):
         heads_k = leading[-1]  # otherwise all query heads read one key head
     return leading, heads_k, key, value
@@ -104,8 +102,7 @@ def _as_bias(attn_mask, q, k, leading):
     """attn_mask, broadcastable to (*leading, Sq, Sk), as one that is broadcastable to (B, H, Sq, Sk)."""
     check_tensor("attn_mask", attn_mask)
     shape = *leading, q.shape[2], k.shape[2]
-    if not broadcasts(attn_mask.shape, shape):
-        raise ValueError(f"attn_mask must broadcast to {shape}, got {tuple(attn_mask.shape)}")
+    check_shapes(broadcasts(attn_mask.shape, shape), f"attn_mask must broadcast to {shape}", attn_mask=attn_mask)
     sizes = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
     # Only batch dimensions are expanded here, since merging them may make a copy.
     batch = sizes[:-3] if all(is_known(n == 1) for n in sizes[:-3]) else leading[:-1]

@@ -97,14 +97,14 @@ assert "torch.nn.attention.flex_attention" not in sys.modules
     (TypeError, "score_mod must be a function of score, b, h, q_idx and kv_idx, or None, got 3", dict(score_mod=3)),
     (ValueError, r"same number of heads, unless enable_gqa=True: .* key is \(2, 2, 150, 16\)", dict(heads_k=2)),
     (ValueError, "the number of query heads must be a multiple", dict(heads_k=3, enable_gqa=True)),
-    (ValueError, "return_lse and return_aux", dict(return_lse=True, return_aux=torch_flex.AuxRequest())),
+    (ValueError, "return_aux cannot be given with return_lse", dict(return_lse=True, return_aux=torch_flex.AuxRequest())),
     (TypeError, "return_aux must be None or torch's AuxRequest, got True", dict(return_aux=True)),
-    (ValueError, "block_mask must broadcast to .* rows, keys", dict(
+    (ValueError, "block_mask must .* broadcasts to .* rows, keys", dict(
         block_mask=torch_flex.create_block_mask(mask_mod, B, None, SQ, SK + 1, "cpu"))),
     (ValueError, "must have the same batch size: query is", dict(samples_k=1)),
     (TypeError, "enable_gqa must be a bool, got 1", dict(enable_gqa=1)),
     (TypeError, "scale must be None or one real number, got '1'", dict(scale="1")),
-    (ValueError, "query, key and value must have 4 dimensions: query is .*16", dict(q=torch.randn(4, SQ, D))),
+    (ValueError, r"query must be \(B, H, S, D\), got .*16", dict(q=torch.randn(4, SQ, D))),
     (TypeError, "query must be a torch.Tensor, got list", dict(q=[1.0])),
 ])
 def test_errors(error, text, changes):

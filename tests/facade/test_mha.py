@@ -139,7 +139,7 @@ class Derived(nn.MultiheadAttention):
 @pytest.mark.parametrize("error, match, made", [
     *((ValueError, f"from_torch: {name}", nn.MultiheadAttention(E, H, **{name: value})) for name, value in dict(
         kdim=32, vdim=32, add_bias_kv=True, add_zero_attn=True).items()),
-    *((TypeError, f"must be a torch.nn.MultiheadAttention, got {type(x).__name__}", x) for x in (
+    *((TypeError, f"must be a torch.nn.MultiheadAttention, got .*{type(x).__name__}", x) for x in (
         nn.Linear(E, E), Derived(E, H), None))], ids=lambda x: x if isinstance(x, str) else "")
 def test_from_torch_refuses(error, match, made):
     with pytest.raises(error, match=match):

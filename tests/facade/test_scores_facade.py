@@ -133,7 +133,7 @@ def test_mha_bad_masks():
     local, _ = mha_and_input(window_size=(2, 2))
     valid, given = torch.ones(B, 6, dtype=torch.bool, device=DEVICE), mask(6, 6)
     for error, match, call in [
-            (ValueError, r"^attn_mask must have 1 to 4 dimensions and broadcast to \(2, 4, 6, 6\)",
+            (ValueError, r"^attn_mask must be of 1 to 4 dimensions that broadcast to \(2, 4, 6, 6\)",
              lambda: mha(x, attn_mask=mask(6, 5))),
             (TypeError, "^attn_mask must be .* got a torch.int64", lambda: mha(x, attn_mask=given.long())),
             (ValueError, "^attn_mask cannot be given with cu_seqlens$",
