@@ -20,19 +20,17 @@ from .reference.packed import with_own_keys
 BACKENDS = {"cuda": cuda.BACKEND, "triton": triton.BACKEND, "torch": torch.BACKEND, "reference": reference.BACKEND}
 
 # Keywords of scaled_dot_product_attention and flash-attn, and what flash_attention's error says of each.
-RENAMED = {"is_causal": "causal", "scale": "sm_scale", "softmax_scale": "sm_scale", "s_aux": "sinks",
-           "learnable_sink": "sinks", "attn_mask": "attn_bias", "cu_seqlens": "cu_seqlens_q and cu_seqlens_k",
-           "max_seqlen": "max_seqlen_q and max_seqlen_k", "return_softmax_lse": "return_lse"}
 OTHER_NAMES = {
-    **{name: f"it is called {ours} here" for name, ours in RENAMED.items()},
-    "cache_seqlens": "it is called seqused_k here and in attention_with_kvcache",
-    "return_attn_probs": "return_lse=True returns lse",
+    "is_causal": "it is called causal here", "attn_mask": "it is called attn_bias here",
+    **dict.fromkeys(("scale", "softmax_scale"), "it is called sm_scale here"),
+    **dict.fromkeys(("s_aux", "learnable_sink"), "it is called sinks here"),
+    **{f"{name}": f"it is called {name}_q and {name}_k here" for name in ("cu_seqlens", "max_seqlen")},
+    **dict.fromkeys(("return_softmax_lse", "return_attn_probs"), "return_lse=True returns lse"),
     "enable_gqa": "it is not needed: heads are matched by their numbers",
     "key_padding_mask": "FlashMHA takes it, and unpad_input packs a batch by it",
-    **dict.fromkeys(("page_table", "cache_batch_idx"), "attention_with_kvcache takes it"),
-    "block_table": "attention_with_kvcache takes it, and calls it page_table",
-    "leftpad_k": "attention_with_kvcache takes it, and unpad_input packs a batch whose padding comes first",
-    "cache_leftpad": "attention_with_kvcache takes it, and calls it leftpad_k",
+    **{name: f"it is {ours} of attention_with_kvcache" for name, ours in dict(
+        cache_seqlens="seqused_k", page_table="page_table", block_table="page_table", leftpad_k="leftpad_k",
+        cache_leftpad="leftpad_k", cache_batch_idx="cache_batch_idx").items()},
 }
 
 
@@ -50,11 +48,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
                     score_mod: Callable | None = None, **unknown) -> Tensor | tuple[Tensor, ...]:
     """softmax(sm_scale · Q Kᵀ) V without storing the scores (Dao, FlashAttention-2, 2023).
 
-    q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Copied, as
-    flash-attn does, are a last dimension that is not contiguous and, in 16 bits on a GPU, tensors whose head_dim is no
-    multiple of 8 or whose rows do not start at multiples of 16 bytes. The backward pass keeps these copies.
-    torch.autocast casts float32, float16 and bfloat16 inputs first, as for scaled_dot_product_attention; the three may
-    then have different dtypes. It leaves float64 and float8 as they are. Gradients have the dtypes of the inputs.
+    q, k and v are read by their strides, in any order of batch, head and sequence, without copies. Copied are a last
+    dimension that is not contiguous and, in 16 bits on a GPU, tensors whose head_dim is no multiple of 8 or whose rows
+    do not start at multiples of 16 bytes. torch.autocast casts float32, float16 and bfloat16 inputs first; the three
+    may then have different dtypes. Gradients have the dtypes of the inputs.
 
     Args:
         q: (B, H, Sq, D) or (B·H, Sq, D), with D from 1 to 256. float32 (computed in true fp32), float16 or bfloat16.
@@ -63,45 +60,42 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
         k, v: (B, Hk, Sk, D) with H a multiple of Hk (query head h reads head h // (H // Hk)), or (B·H, Sk, D). v, and
             then out, may have another head_dim than q and k, also from 1 to 256.
         causal: query row i sees the keys j <= i + Sk - Sq (bottom-right aligned).
-        sm_scale: factor of the scores; 1/sqrt(D) if None. At most 2.3586e38 in magnitude, since the kernels multiply it
-            by log2(e) in fp32.
+        sm_scale: factor of the scores, at most 2.3586e38 in magnitude; 1/sqrt(D) if None.
         seq_lens: valid length of each sample, 1 to S: a list, or an int32 or int64 tensor on q's device or the CPU, of
-            shape (B,), or (1,) for 3D input. Needs Sq == Sk. Rows and keys from the length on are padding. The lengths
-            in a GPU tensor are checked by one small read. CUDA graph capture and torch.compile skip this read; then
-            lengths out of range are clamped. Graph capture takes only GPU tensors.
+            shape (B,), or (1,) for 3D input. Needs Sq == Sk. Rows and keys from the length on are padding. One small
+            read checks those of a GPU tensor; CUDA graph capture, which takes only GPU tensors, and torch.compile clamp
+            lengths out of range instead.
         dropout_p: share in [0, 1] of the normalised probabilities set to 0, rounded to a multiple p of 2**-15; the rest
             is scaled by 1/(1 - p). All backends drop the same elements.
         dropout_seed: int64 tensor of one element on q's device. Which elements are dropped depends only on the seed,
             the sample, the head, the row and the column (dropout.py); 3D input has head 0. If None, torch's generator
-            of that device draws a seed, so that torch.manual_seed repeats it. The host never reads it. Ignored if
-            dropout_p is 0. For a part of a larger problem, which is to drop what that one would, it has 1 + 4·B
-            elements: dropout.seed_with_origins.
+            of that device draws a seed. The host never reads it. Ignored if dropout_p is 0. For a part of a larger
+            problem, which is to drop what that one would: dropout.seed_with_origins.
         deterministic: gradients that are bitwise the same in every run; torch.use_deterministic_algorithms does the
-            same. Without it, "cuda" adds up dq of 16-bit inputs by atomics, in any order; with it, in a fixed order,
-            which is slower. With it, "triton" takes its tiles from a table and times nothing. All else of these two
-            backends repeats bitwise anyway; "torch" and "reference" repeat as far as torch's operations do.
+            same. It matters to "cuda" in 16 bits, which then adds up dq in a fixed order, more slowly, and to "triton",
+            which then times nothing. "torch" and "reference" repeat as far as torch's operations do.
         return_lse: also return each row's log-sum-exp, of the scores before dropout.
         return_max_logits: also return each row's largest score, after softcap, ALiBi and attn_bias, without sinks: for
             QK-clip (Kimi Team, Kimi K2, 2025, section 2.1). It has no gradient.
         backend: "cuda" (csrc; on CPU tensors flash.cu compiled for the CPU), "triton", "torch"
-            (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors, "triton" for
-            float8 CUDA tensors and "cuda" for all other CUDA tensors. If csrc cannot be built, it takes "triton", and
-            "torch" if Triton is missing too. It takes "torch" for gradients under a transform of torch.func.
+            (scaled_dot_product_attention), "reference", or "auto". "auto" takes "torch" for CPU tensors and for
+            gradients under a transform of torch.func, "triton" for float8 CUDA tensors, and for other CUDA tensors the
+            first of "cuda", "triton" and "torch" that is available.
         q_descale, k_descale, v_descale: for float8 inputs, float32 (B, Hk), also of a packed batch's B samples: factors
             of a key/value head and the query heads that read it, as in FlashAttention-3; 1 if None. Negative: NaN.
         autotune: let "triton" time its tiles once for each GPU and kind of call, and keep the choice on disk. False,
             the environment variable MINIMAL_ATTN_AUTOTUNE=0 and graph capture before a choice take those of a table.
         window_size: (left, right). Query row i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right, both inclusive, where seqlen_q and seqlen_k are the lengths of its sample;
-            -1 or None is no bound. causal=True makes right 0. Blocks of keys outside are skipped. A list, an array or a
-            tensor of two ints is taken too, but no tensor under torch.compile, since it is read.
+            -1 or None is no bound. causal=True makes right 0. Blocks of keys outside are skipped. Also a list, an array
+            or, but for torch.compile, a tensor of two ints.
         attention_chunk: positions i + seqlen_k - seqlen_q of rows and j of keys are in chunks of so many, and a row
             sees only keys of its own chunk, as in Llama 4; 0 is none. Together with causal and window_size.
         block_mask: which keys each row sees, for any mask at the speed of its visible blocks: of create_block_mask, for
             B or 1 samples, H or 1 heads (for 3D input B·H or 1, and 1), Sq rows and Sk keys, on q's device. Or of
-            torch.nn.attention.flex_attention, with a BLOCK_SIZE of multiples of 64: its first call converts it by
-            BlockMask.from_torch, and must not be under torch.compile(fullgraph=True). A row sees a key if all other
-            masks show it, too. What block_mask hides must be finite, as with attn_bias. Not for packed batches.
+            torch.nn.attention.flex_attention, with a BLOCK_SIZE of multiples of 64: its first call converts it, and
+            must not be under torch.compile(fullgraph=True). A row sees a key if all other masks show it, too. What it
+            hides must be finite, as with attn_bias. Not for packed batches.
         cu_seqlens_q, cu_seqlens_k: for a packed batch of B samples, whose rows lie one after the other: q is
             (1, H, Tq, D), k and v are (1, Hk, Tk, D). int32 (B + 1,), contiguous, on q's device. Sample b has the rows
             from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] to the next entry. The first entry is 0, the others
@@ -112,8 +106,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             a sample uses; all if None. May be 0, and in a padded batch Sq and Sk may differ. In a packed batch with
             seqused_k, a sample's keys start at cu_seqlens_k[b] and may also be those of others. For gradients, "cuda"
             and "triton" then copy B · max_seqlen_k keys and values. If it is no int, the host waits for the largest
-            length; where it cannot, in a CUDA graph or under torch.compile, B · Tk are copied. An int that is too small
-            is an error on the CPU. Elsewhere longer samples and their gradients are NaN.
+            length, or B · Tk are copied in a CUDA graph and under torch.compile. An int that is too small is an error
+            on the CPU; elsewhere longer samples and their gradients are NaN.
         sinks: (H,), or (1,) for 3D input, float32, float16 or bfloat16, or float64 for float64, on q's device: one more
             score of each row of a query head, in units of sm_scale · QKᵀ. It takes its share of the softmax, and no
             value goes with it (Xiao et al., StreamingLLM, 2023; as in gpt-oss). lse includes it. Differentiable.
@@ -124,22 +118,19 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
             sample (Press et al., ALiBi, 2022). It has no gradient.
         attn_bias: broadcastable to (B, H, Sq, Sk), of 3D input to (B·H, Sq, Sk), with 1 to 4 dimensions, on q's device.
             bool: a row sees the keys where it is True. Otherwise it is added to the scores, after softcap: of q's
-            dtype, or float32 for 16 bits; autocast leaves it as it is. It is read by its strides, on Hopper fastest if
-            its rows begin at multiples of 16 bytes: make the last dimension longer, and slice it. -inf hides a key. NaN
+            dtype, or float32 for 16 bits; autocast leaves it as it is. It is read by its strides. -inf hides a key. NaN
             or inf makes its row NaN, unless the key is hidden anyway. k and v must be finite where it hides keys, and
-            the gradient of out in rows that it hides wholly. Differentiable, in its own shape: the gradient is summed
-            over dimensions that broadcast. In rows whose largest score is far below -1e6, as where finfo.min hides all
-            keys, out is right but gradients are not: lse is too coarse for them. Not for packed batches, nor for
-            float8. A causal bias of torch.nn.attention.bias for Sq rows and Sk keys becomes a part of the window where
-            it can.
+            the gradient of out in rows that it hides wholly. Differentiable, in its own shape. In rows whose largest
+            score is far below -1e6, as where finfo.min hides all keys, out is right but gradients are not: lse is too
+            coarse for them. Not for packed batches, nor for float8. A causal bias of torch.nn.attention.bias for Sq
+            rows and Sk keys is taken too.
         score_mod: (score, b, h, q_idx, kv_idx) -> score, as in torch.nn.attention.flex_attention: a function of one
             score, sm_scale · q·k, and of the numbers of its sample, query head, row and key, which all count from 0 in
             each sample: unlike ALiBi and the causal mask, q_idx is aligned top-left. Masks hide keys after it. In place
-            of softcap, alibi_slopes and attn_bias, which it can say, so that they raise ValueError beside it. It may
-            capture tensors on q's device, and those that require grad get gradients. "torch" and "reference" run it
-            under torch.vmap, and form all scores. "triton" compiles what its source says, for which it must be made of
-            what docs/score_functions.md lists; "cuda" does not serve it. Its value and its derivatives must be finite
-            where keys are hidden; -inf hides a key.
+            of softcap, alibi_slopes and attn_bias. It may capture tensors on q's device, and those that require grad
+            get gradients. "torch" and "reference" run it under torch.vmap, and form all scores. "triton" compiles what
+            its source says, of what docs/score_functions.md lists; "cuda" does not serve it. Its value and its
+            derivatives must be finite where keys are hidden; -inf hides a key.
         All options can be given together, but for what Raises names. With dropout, sinks, softcap, return_max_logits,
         in 16 bits also with ALiBi or a float32 attn_bias, "torch" forms all scores, as "reference" does.
 
@@ -148,10 +139,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
 
         Rows that a sample does not use give out 0 and lse -inf. Neither they nor keys that no row of a sample uses
         change any result or gradient, even if they are NaN or inf. The values of cu_seqlens and seqused are checked for
-        CPU tensors. On a GPU, "cuda" and "triton" do not read them on the host, so that CUDA graphs may change them,
-        and clamp what is out of range; "torch" and "reference" copy a packed batch to a padded one, for which they read
-        the largest length, unless a CUDA graph is captured or torch.compile traces. In packed batches, the tiles of
-        "cuda" and "triton" do not depend on lengths, so that a sample's bits do not depend on its batch.
+        CPU tensors. On a GPU, "cuda" and "triton" do not read them on the host and clamp what is out of range; "torch"
+        and "reference" read the largest length, unless a CUDA graph is captured or torch.compile traces. In packed
+        batches, a sample's bits of "cuda" and "triton" do not depend on its batch.
 
     Returns:
         out, of q's shape, with v's head_dim, and q's dtype; bfloat16 for float8, autocast's dtype under torch.autocast.
@@ -163,9 +153,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_sc
     Raises:
         TypeError: an input that is not a dense tensor, an unsupported dtype, dtypes that differ, an argument of the
             wrong type, or an unknown keyword. The error says what torch's and flash-attn's keywords are called here.
-        ValueError: a wrong shape, device or value of an argument; alibi_slopes that require grad; seq_lens together
-            with cu_seqlens or seqused; attn_bias or block_mask together with cu_seqlens; attn_bias together with
-            float8; or a forced kernel that cannot serve the call.
+        ValueError: a wrong shape, device or value of an argument; alibi_slopes that require grad; seq_lens with
+            cu_seqlens or seqused; attn_bias or block_mask with cu_seqlens; attn_bias with float8; softcap, ALiBi or
+            attn_bias with score_mod; or a forced kernel that cannot serve the call.
         ModuleNotFoundError: backend="triton" without Triton.
         NotImplementedError: a derivative that the backend does not have. float8 has no gradients with "triton"; "cuda"
             and "triton" have no forward-mode and no second derivatives.
@@ -254,8 +244,7 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
                  return_max_logits: bool = False, block_mask: BlockMask | None = None) -> str:
     """The name of the kernel in csrc that serves flash_attention(q, k, v, ...) with backend="cuda".
 
-    Arguments are as of flash_attention. causal, sm_scale, window_size, max_seqlen and the values of lengths are
-    checked, but do not affect the choice. force_kernel overrides it.
+    Arguments and errors are as of flash_attention. force_kernel overrides the choice.
 
     Returns:
         "sm90" (flash_sm90.cu, Hopper's own instructions): float16 and bfloat16 on GPUs of sm_90, such as H100 and H200.
@@ -270,9 +259,6 @@ def which_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, sm_scale
         Another kernel may compute the gradients. On Hopper, those of calls in 16 bits, also with dropout, are "sm90"'s,
         but "sm80"'s with an attn_bias of numbers, with a bool one or a block_mask beside any other of these options,
         and for a head_dim over 128 with softcap or ALiBi. Those of "dmma" are "simt"'s.
-
-    Raises:
-        As flash_attention.
     """
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, KERNEL_DTYPES)

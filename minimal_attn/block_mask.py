@@ -1,8 +1,8 @@
 """Block masks: any mask, for kernels that are never compiled for one.
 
 A mask is cut into units of 64 rows by 64 keys. Kernels skip the empty units and mask nothing in the full ones. For the
-partial units they read one bit a score, in the order in which tensor cores hold the scores. Functions and dense masks
-are evaluated part by part: everywhere, to find the states of units, and again in partial units, to keep their bits.
+partial units they read one bit a score. Functions and dense masks are evaluated part by part: everywhere, to find the
+states of units, and again in partial units, to keep their bits.
 """
 
 import functools
@@ -33,12 +33,10 @@ class BlockMask:
     int32, contiguous and on one device.
 
     A unit is full if all rows see all keys that exist in it, so kernels must mask the ends of lengths by themselves. In
-    the bits of a partial unit, rows and keys beyond the ends are hidden.
+    the bits of a partial unit, rows and keys beyond the ends are hidden. Copies and pickles have no mask_mod.
 
     The words are made of the units, once: to change a mask, use copy_. Kernels clamp the numbers of bits, and trust the
-    words. Who writes to these until they disagree may wait forever for a deterministic backward pass.
-
-    Copies and pickles have no mask_mod, since few functions can be pickled.
+    words: a deterministic backward pass may wait forever for words that disagree with them.
     """
 
     units: Tensor  # (Bm, Hm, M, N): EMPTY, FULL, or the number of the unit's bits, from 0 on
@@ -87,9 +85,7 @@ class BlockMask:
     def from_torch(block_mask, *, num_bits: int | None = None, compile: bool = False) -> "BlockMask":
         """A BlockMask of torch.nn.attention.flex_attention, whose BLOCK_SIZE are multiples of 64. Its mask_mod is
         evaluated in its partial blocks alone. The host reads their number. num_bits, compile: as create_block_mask.
-
-        Raises: TypeError: another type, and what create_block_mask says of mask_mod. ValueError: other sizes.
-        """
+        TypeError: another type, and what create_block_mask says of mask_mod. ValueError: other sizes."""
         from torch.nn.attention import flex_attention  # takes a second or two
 
         check_is("block_mask", type(block_mask), isinstance(block_mask, flex_attention.BlockMask),
@@ -126,10 +122,8 @@ class BlockMask:
         return replace(self, units=self.units.to(device), bits=self.bits.to(device))
 
     def copy_(self, other: "BlockMask") -> "BlockMask":
-        """Make this the other mask, in its own memory, so that CUDA graphs find it there.
-
-        Raises: ValueError: another shape, or more rows of bits than this one has: num_bits makes room for them.
-        """
+        """Make this the other mask, in its own memory, so that CUDA graphs find it there. ValueError: another shape, or
+        more rows of bits than this one has: num_bits makes room for them."""
         if self.shape != other.shape or self.bits.shape[0] < other.bits.shape[0]:
             raise ValueError(f"copy_ needs a BlockMask of the same shape with at most as many bits, got {other!r} for "
                              f"{self!r}")
@@ -247,10 +241,8 @@ def _bits(mask_mod, index, grid, Q_LEN, KV_LEN, width):
 
 
 def _seen(mask_mod, index, grid, Q_LEN, KV_LEN, width):
-    """mask_mod over boxes (boxes, 64, width), their rows (boxes, 64) and their keys (boxes, width).
-
-    Beyond the ends there are copies of the last row and key: they change no state, and mask_mod is defined for them.
-    """
+    """mask_mod over boxes (boxes, 64, width), their rows (boxes, 64) and their keys (boxes, width). Beyond the ends there
+    are copies of the last row and key: they change no state, and mask_mod is defined for them."""
     _, heads, M, N = grid
     row, column = index // N, index % N
     rows, keys = (i[:, None] * size + torch.arange(size, device=index.device)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .attention import BACKENDS, backend_name
 from .backends import reference
-from .backends.cuda import can_append, can_read_cache
+from .backends.cuda import can_read_cache
 from .checks import (FP8_DTYPES, NO_WINDOW, OWN, autocast, check_both, check_dtype, check_needs, check_no_derivative,
                      check_number, checked_options, is_int, is_known, is_static, shown)
 from .options import NO_MASK, Append, Cache, Options
@@ -51,9 +51,8 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
         seqused_q: int32 (B,): how many rows of a sample are valid, as of flash_attention.
         causal, window_size, attention_chunk, sm_scale, softcap, sinks, alibi_slopes, return_lse, backend: as of
             flash_attention. The last row sees the last key. On a GPU, "cuda" serves float16 and bfloat16 from sm_80 on,
-            where head_dims, strides and addresses are multiples of 16 bytes, and "auto" takes "triton" for all else. On
-            Hopper, samples of many rows are faster in caches without pages, and in pages of a multiple of 16 keys
-            without leftpad_k. "torch", "reference" and "cuda" on the CPU copy the keys that samples have room for.
+            where head_dims, strides and addresses are multiples of 16 bytes, and "auto" takes "triton" for all else.
+            "torch", "reference" and "cuda" on the CPU copy the keys that samples have room for.
         num_splits: into how many parts at most the keys of a sample are split, 1 to 256, by its own lengths alone. Then
             its bits do not depend on its batch. 0: as is fastest; "cuda" then looks at the lengths of the whole batch.
         k, v, cu_seqlens_k_new, rotary_seqlens: as append_to_kvcache. seqused_k must then be given; it counts the keys
@@ -70,8 +69,8 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
 
     Raises:
         As append_to_kvcache and flash_attention, before anything is written. The values of page_table, cache_batch_idx,
-        leftpad_k and lengths are checked for CPU tensors. On a GPU they are clamped, so that nothing outside is read;
-        they must not change while the call runs there, but may between replays of a CUDA graph.
+        leftpad_k and lengths are checked for CPU tensors, and clamped on a GPU, where they must not change while the
+        call runs, but may between replays of a CUDA graph.
         NotImplementedError: also tree_mask together with cu_seqlens_q, window_size, attention_chunk, alibi_slopes or
         rotary_cos.
     """
@@ -88,11 +87,7 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
     other two. names: what the caller calls arguments, as in checks.py, and this function."""
     q, k, v = _autocast(k_cache, q, k, v)
     check_cached(q, k_cache, v_cache, given.lengths, cache, names)
-    name = backend_name(backend, q, k_cache, v_cache, given.sinks)
-    if backend == "auto" and name == "cuda" and not can_read_cache(q, k_cache, v_cache):
-        name = "triton"
-    chosen = BACKENDS[name]
-    check_dtype(q, cache_dtypes(chosen))
+    chosen = _backend_of(backend, lambda: can_read_cache(q, k_cache, v_cache), q, k_cache, v_cache, given.sinks)
     check_number("max_seqlen_q", cache.max_seqlen_q)
     check_number("num_splits", cache.num_splits)
     options = checked_options(given, q, k_cache, causal, window_size, names=names, is_whole=False)
@@ -116,8 +111,6 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
         append = append._replace(seqused_k=options.seqused_k, page_table=cache.page_table, batch_idx=cache.batch_idx,
                                  q=q, cu_seqlens_q=options.cu_seqlens_q, q_advances=options.mask != NO_MASK)
         check_append(k, v, k_cache, v_cache, append, names)
-    if (why_not := chosen.why_not(q.device)) is not None:
-        raise why_not
     tensors = {"q": q, names.get("k_cache", "k_cache"): k_cache, names.get("v_cache", "v_cache"): v_cache,
                "sinks": options.sinks}
     if has_new:
@@ -170,7 +163,7 @@ def append_to_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, se
     append = Append(seqused_k, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_cos=rotary_cos,
                     rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved)
     check_append(k, v, k_cache, v_cache, append)
-    chosen = _backend_to_append(backend, "k", k)
+    chosen = _backend_of(backend, lambda: can_read_cache(k), k, name="k")
     check_no_derivative("append_to_kvcache", "torch.cat", k=k, v=v, k_cache=k_cache, v_cache=v_cache,
                         rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     return _append(chosen, k, v, k_cache, v_cache, with_own_rows(append))[1]
@@ -196,7 +189,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
         written. NotImplementedError: also another kv_cache_dtype.
     """
     check_slots(key, value, key_cache, value_cache, slot_mapping)
-    chosen = _backend_to_append(backend, "key", key)
+    chosen = _backend_of(backend, lambda: can_read_cache(key), key, name="key")
     if kv_cache_dtype not in ("auto", str(key_cache.dtype).removeprefix("torch.")):
         raise NotImplementedError(f"reshape_and_cache: kv_cache_dtype {shown(kv_cache_dtype)} is not supported for "
                                   f"caches in {key_cache.dtype}, only 'auto' and the name of their dtype are")
@@ -206,20 +199,15 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     _append(chosen, *rows, *(x.transpose(1, 2) for x in caches.values()), Append(slot_mapping=slot_mapping))
 
 
-def cache_dtypes(backend):
-    """The dtypes of the caches that a Backend reads and writes."""
-    return [x for x in backend.dtypes if x not in FP8_DTYPES]
-
-
-def _backend_to_append(backend, name, k):
-    """The Backend that a caller's backend means, and that writes k, which the caller calls `name`, on its device."""
-    chosen = backend_name(backend, k)
-    if backend == "auto" and chosen == "cuda" and not can_append(k):
-        chosen = "triton"
-    check_dtype(k, cache_dtypes(BACKENDS[chosen]), name)
-    if (why_not := BACKENDS[chosen].why_not(k.device)) is not None:
+def _backend_of(backend, can_serve, x, *others, name="q"):
+    """The Backend that a caller's backend means for caches and x, which the caller calls `name`, and that can run on
+    its device: "triton" where "auto" means a "cuda" that cannot serve the call."""
+    chosen = backend_name(backend, x, *others)
+    chosen = BACKENDS["triton" if backend == "auto" and chosen == "cuda" and not can_serve() else chosen]
+    check_dtype(x, [dtype for dtype in chosen.dtypes if dtype not in FP8_DTYPES], name)
+    if (why_not := chosen.why_not(x.device)) is not None:
         raise why_not
-    return BACKENDS[chosen]
+    return chosen
 
 
 def _append(chosen, k, v, k_cache, v_cache, append):
@@ -229,7 +217,7 @@ def _append(chosen, k, v, k_cache, v_cache, append):
 
 
 def _is_empty(*tensors):
-    """Whether one of these tensors, or None, has no elements, so that there is nothing to launch."""
+    """Whether one of these tensors, or None, has no elements."""
     return any(x is not None and is_known(x.numel() == 0) for x in tensors)
 
 

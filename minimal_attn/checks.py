@@ -49,9 +49,8 @@ def sum_dtype(dtype):
 
 
 def empty_like(x, dtype=None):
-    """x's shape and order of dimensions, the last one contiguous, to be written."""
+    """x's shape and order of dimensions, the last one contiguous, to be written. x may overlap itself."""
     like = torch.empty_like(x, dtype=dtype)
-    # x may overlap itself, as sliding windows do.
     return like if is_known(like.stride(-1) == 1) else torch.empty(x.shape, dtype=like.dtype, device=x.device)
 
 
@@ -100,8 +99,7 @@ def is_static(size):
     return has_static_value(size)
 
 
-def _may_be_symbol(x):
-    # To Dynamo, symbols are ints and bools. The type is compared first, since a call asks a few dozen times.
+def _may_be_symbol(x):  # to Dynamo, symbols are ints and bools
     return is_compiling() or type(x) is not bool and isinstance(x, (torch.SymBool, torch.SymInt))
 
 
@@ -190,13 +188,13 @@ def check_layout(layout, names=OWN, sizes=OWN, **tensors):
     """TypeError unless these are dense tensors, ValueError unless they have this layout, with the sizes of dimensions."""
     for name, x in tensors.items():
         check_tensor(name, x)
-        if x.ndim != layout.count(",") + 1 or any(x.shape[dim] != size for dim, size in sizes.items()):
+        if x.ndim != layout.count(",") + 1 or sizes and any(x.shape[dim] != size for dim, size in sizes.items()):
             function = f"{names['function']}: " if "function" in names else ""
             raise ValueError(f"{function}{name} must be {layout}, got {tuple(x.shape)}")
 
 
 def check_apart(name, why="", **others):
-    """ValueError if one of the others is given (not None, False or 0) beside the argument of this name."""
+    """ValueError if one of the others is given beside the argument of this name."""
     for other, x in others.items():
         if not is_unset(x):
             raise ValueError(f"{name} cannot be given with {other}{why}")
@@ -211,7 +209,8 @@ def check_needs(needed, is_given, **others):
 
 def check_both(**pair):
     """ValueError if one of a pair of arguments is given without the other one."""
-    if len({x is None for x in pair.values()}) > 1:
+    x, y = pair.values()
+    if (x is None) != (y is None):
         raise ValueError(f"{' and '.join(pair)} must both be given, or neither")
 
 
@@ -347,25 +346,15 @@ TENSORS = {
 }
 
 
-def _with_sizes(letters, sizes):
-    return [sizes.get(x, x) if isinstance(x, str) else x for x in letters]
-
-
 def _has_shape(shape, letters, sizes):
-    return len(shape) == len(letters) and all(isinstance(allowed, str) or holds(size == allowed)
-                                              for size, allowed in zip(shape, _with_sizes(letters, sizes)))
-
-
-def _lies(x, strides):
-    if strides == ROWS:
-        return is_known(x.shape[-1] <= 1) or holds(x.stride(-1) == 1)
-    return not strides or x.is_contiguous()
+    return len(shape) == len(letters) and all(isinstance(n := sizes.get(x, x), str) or holds(size == n)
+                                              for size, x in zip(shape, letters))
 
 
 def _shape_text(letters, sizes):
     """(B, H) = (2, 4), as an error shows a shape."""
     texts = ["(" + ", ".join(map(str, shape)) + ",)"[len(shape) > 1:]
-             for shape in (letters, _with_sizes(letters, sizes))]
+             for shape in (letters, [sizes.get(x, x) for x in letters])]
     return " = ".join(dict.fromkeys(texts))
 
 
@@ -376,8 +365,10 @@ def check_tensor_of(name, x, device, sizes=OWN, names=OWN, *, dtypes=None, shape
     check_tensor(called, x)
     dtypes, shapes = dtypes or rule.dtypes, shapes or rule.shapes
     is_of_dtype = x.dtype in dtypes
-    if (is_of_dtype and x.device == device and _lies(x, rule.strides)
-            and (not shapes or any(_has_shape(x.shape, shape, sizes) for shape in shapes))):
+    if is_of_dtype and x.device == device and (
+            not shapes or any(_has_shape(x.shape, shape, sizes) for shape in shapes)) and (
+            is_known(x.shape[-1] <= 1) or holds(x.stride(-1) == 1) if rule.strides == ROWS
+            else not rule.strides or x.is_contiguous()):
         return
     of_shape = f" of shape {' or '.join(_shape_text(shape, sizes) for shape in shapes)}" if shapes else ""
     strides = f" with strides {x.stride()}" if rule.strides else ""
@@ -388,17 +379,19 @@ def check_tensor_of(name, x, device, sizes=OWN, names=OWN, *, dtypes=None, shape
 
 def check_alike(dtypes, names=OWN, **tensors):
     """TypeError unless these are dense tensors of one dtype of dtypes; ValueError unless they are on one device."""
-    (first, x), *_ = tensors.items()
+    first, x = next(iter(tensors.items()))
     for name, y in tensors.items():
         check_tensor(names.get(name, name), y)
-    if any(y.dtype != x.dtype for y in tensors.values()):
-        raise TypeError("dtypes must match: " + ", ".join(
-            f"{names.get(name, name)} is {y.dtype}" for name, y in tensors.items()))
+    for name, y in tensors.items():
+        if y.dtype != x.dtype:
+            raise TypeError("dtypes must match: " + ", ".join(
+                f"{names.get(name, name)} is {y.dtype}" for name, y in tensors.items()))
     if dtypes is not None:
         check_dtype(x, dtypes, names.get(first, first))
-    if any(y.device != x.device for y in tensors.values()):
-        raise ValueError("tensors must be on the same device: " + ", ".join(
-            f"{names.get(name, name)} is on {y.device}" for name, y in tensors.items()))
+    for name, y in tensors.items():
+        if y.device != x.device:
+            raise ValueError("tensors must be on the same device: " + ", ".join(
+                f"{names.get(name, name)} is on {y.device}" for name, y in tensors.items()))
 
 
 def check_dtype(x, dtypes, name="q"):
@@ -428,19 +421,23 @@ def check_head_dim(head_dim, of=""):
         raise ValueError(f"Unsupported head_dim {head_dim}{of}: 1 to {MAX_HEAD_DIM} is supported")
 
 
-def check_heads(names=OWN, **tensors):
-    """ValueError unless the head_dims of q, k and v, by their own names, fit together and, in 4 dimensions, the heads."""
+def check_fit(tensors, names=OWN, is_cached=False):
+    """ValueError unless the shapes of {name: x} of q, k and v fit together: those of a cache have 4 dimensions, and
+    samples of their own."""
     q, k, v = tensors.values()
-    check_head_dim(q.shape[-1])
-    check_head_dim(v.shape[-1])
-    if not same_sizes(k.shape[:-1], v.shape[:-1]):
+    if not q.ndim == k.ndim == v.ndim or q.ndim != 4 and (is_cached or q.ndim != 3):
+        fault = "Expected 4D tensors" if is_cached else "Expected 3D or 4D tensors, all alike"
+    elif not same_sizes(k.shape[:-1], v.shape[:-1]):
         fault = "{k} and {v} must have the same shape, but for the head_dim of {v}"
     elif not holds(q.shape[-1] == k.shape[-1]):
         fault = "{q} and {k} must have the same head_dim"
     elif q.ndim == 4 and (is_known(k.shape[1] == 0) or not holds(q.shape[1] % k.shape[1] == 0)):
         fault = "the number of query heads must be a multiple of the number of key/value heads"
+    elif not is_cached and q.shape[0] != k.shape[0]:
+        fault = "{q}, {k} and {v} must have the same batch size"
     else:
-        return
+        check_head_dim(q.shape[-1])
+        return check_head_dim(v.shape[-1])
     called = dict(zip("qkv", (names.get(name, name) for name in tensors)))
     check_shapes(False, fault.format(**called), names, **tensors)
 
@@ -450,16 +447,14 @@ def check_qkv(q, k, v, dtypes=None, names=OWN):
     another head_dim. dtypes: None where check_dtype follows."""
     given = {"q": q, "k": k, "v": v}
     check_alike(dtypes, names, **given)
-    check_shapes(2 < q.ndim < 5 and q.ndim == k.ndim == v.ndim, "Expected 3D or 4D tensors, all alike", names, **given)
-    check_heads(names, **given)
-    check_shapes(q.shape[0] == k.shape[0], "q, k and v must have the same batch size", names, **given)
+    check_fit(given, names)
     check_sizes(q, k.shape[-2])
 
 
 def check_sizes(q, seqlen_k):
     """ValueError unless kernels can count the heads, and the rows and keys of a sample together, in 32 bits."""
     if any(is_over(n, MAX_SEQLEN) for n in (*q.shape[1:-2], q.shape[-2] + seqlen_k)):
-        check_shapes(False, f"heads go up to {MAX_SEQLEN}, and so do rows and keys together, with {seqlen_k} keys", q=q)
+        check_shapes(False, f"with {seqlen_k} keys, heads go up to {MAX_SEQLEN}, and so do rows and keys together", q=q)
 
 
 # Windows and lengths.
@@ -502,8 +497,9 @@ def check_samples(lengths, q, total_k, names=OWN):
         name, bounds = names.get("cu_seqlens_q", "cu_seqlens_q"), lengths.cu_seqlens_q
         check_tensor_of("cu_seqlens_q", bounds, q.device, names=names)
         check_is(name, bounds, holds(bounds.shape[0] >= 2), "of shape (B + 1,), with B at least 1")
-        check_shapes(holds(q.shape[0] == 1), f"with {name}, {names.get('q', 'q')} must be packed, with all samples one "
-                     "after the other and a batch size of 1", names, q=q)
+        if not holds(q.shape[0] == 1):
+            check_shapes(False, f"with {name}, {names.get('q', 'q')} must be packed, with all samples one after the "
+                         "other and a batch size of 1", names, q=q)
     sizes = {"B": lengths.num_samples(q), "B + 1": lengths.num_samples(q) + 1}
     for name, x in zip(Lengths._fields[1:], lengths[1:]):
         if x is not None:
@@ -524,9 +520,14 @@ def _check_values(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, tot
                                  f"{shown(bounds)}")
             ends = [total] * len(bounds) if shares_keys else bounds[1:]
             rooms = [end - begin for begin, end in zip(bounds, ends)]
-        name = names.get(f"seqused_{side}", f"seqused_{side}")
         for b, (length, room) in enumerate(zip(used or (), rooms)):
-            check_range(name, length, 0, room, f" for sample {b}")
+            check_index(f"seqused_{side}", length, room + 1, f"sample {b}", names)
+
+
+def check_index(name, x, size, whose, names=OWN):
+    """ValueError unless x, a value for a sample in the tensor of this name, is in 0..size - 1."""
+    if not 0 <= x < size:
+        check_range(names.get(name, name), x, 0, size - 1, f" for {whose}")
 
 
 def check_seq_lens(seq_lens, q, k):

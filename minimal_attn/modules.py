@@ -1,7 +1,5 @@
-"""Multi-head self-attention as a module: one projection to q, k and v, flash_attention, one projection of its result.
-
-Vaswani et al., Attention Is All You Need, 2017, section 3.2.2. With fewer key/value heads than query heads it is the
-grouped-query attention of Ainslie et al., GQA, 2023.
+"""Multi-head self-attention as a module (Vaswani et al., Attention Is All You Need, 2017, section 3.2.2). With fewer
+key/value heads than query heads it is the grouped-query attention of Ainslie et al., GQA, 2023.
 """
 
 import math
@@ -29,10 +27,7 @@ class FlashMHA(nn.Module):
 
     The parameters have the names and the order of flash-attn's MHA: Wqkv ((H + 2·Hk)·D rows: all query heads, then all
     key heads, then all value heads) and out_proj (E, E), with E = H·D. For Hk = H that is also the order of
-    nn.MultiheadAttention, from which from_torch takes weights.
-
-    The initial values are drawn as in nn.MultiheadAttention: Xavier-uniform for the whole of Wqkv, nn.Linear's own for
-    out_proj, zeros for biases. From the same seed, reset_parameters draws what nn.MultiheadAttention draws.
+    nn.MultiheadAttention, and from the same seed the initial values are its own.
 
     Args:
         embed_dim: E, a multiple of num_heads; head_dim D = E / H goes up to 256.
@@ -84,12 +79,11 @@ class FlashMHA(nn.Module):
         """A FlashMHA with copies of mha's weights, which then gives what mha gives for query = key = value = x.
 
         The copies keep device, dtype and requires_grad; dropout and training mode are mha's too. FlashMHA always takes
-        (B, S, E). If mha has batch_first=False and so takes (S, B, E), a warning says to swap the first two dimensions.
-        In place of the masks that mha takes in a call, use `causal` and `window_size` here, and forward's seq_lens for
-        padding at the end, or its key_padding_mask. It and a bool attn_mask are True where mha's are False.
+        (B, S, E): a warning says so if mha takes (S, B, E). In place of the masks that mha takes in a call, use
+        `causal` and `window_size` here, and forward's masks, which are True where mha's are False.
 
-        TypeError if mha is of another class, also a derived one, which may compute something else. ValueError for kdim
-        or vdim other than embed_dim, add_bias_kv and add_zero_attn; otherwise as FlashMHA.
+        TypeError if mha is of another class, also a derived one. ValueError for kdim or vdim other than embed_dim,
+        add_bias_kv and add_zero_attn; otherwise as FlashMHA.
         """
         check_is("mha", type(mha), type(mha) is nn.MultiheadAttention, "a torch.nn.MultiheadAttention", TypeError)
         others = {"kdim": mha.kdim != mha.embed_dim, "vdim": mha.vdim != mha.embed_dim,
@@ -114,7 +108,7 @@ class FlashMHA(nn.Module):
         return module.train(mha.training)
 
     def reset_parameters(self):
-        """Draw the parameters anew, in the order of nn.MultiheadAttention's constructor."""
+        """Draw the parameters anew, as nn.MultiheadAttention's constructor does."""
         self.out_proj.reset_parameters()
         nn.init.xavier_uniform_(self.Wqkv.weight)
         for bias in (self.Wqkv.bias, self.out_proj.bias):
@@ -136,10 +130,10 @@ class FlashMHA(nn.Module):
                 on, and their result is out_proj's bias, or 0 without one.
             cu_seqlens: int32 (B + 1,) on x's device: where the samples of a packed x begin, as in flash_attention.
             max_seqlen: nothing here needs it.
-            key_padding_mask: (B, S) on x's device, True or not 0 where a position is valid, as in flash-attn, and the
-                opposite of nn.MultiheadAttention: bool, int64, int32 or uint8. The valid positions, wherever they lie,
-                are packed, and windows count these alone. All others change nothing, and their result is 0. The host
-                waits for their number, and no CUDA graph can be captured, unless an attn_mask keeps it from packing.
+            key_padding_mask: (B, S) on x's device, True or not 0 where a position is valid, the opposite of
+                nn.MultiheadAttention: bool, int64, int32 or uint8. The valid positions, wherever they lie, are packed,
+                and windows count these alone. All others change nothing, and their result is 0. Without an attn_mask,
+                the host waits for their number, so that no CUDA graph can be captured.
             attn_mask: as of scaled_dot_product_attention, broadcastable to (B, H, S, S), on x's device: bool, True
                 where a position sees another, or float, which is added to the scores and has a gradient. It goes with
                 `causal`, windows, seq_lens and key_padding_mask, all of which hide positions; but not with cu_seqlens,

@@ -1,7 +1,4 @@
-"""The interface between the facade and its backends: the options of a call, and the class of a backend.
-
-This file imports nothing else of the project.
-"""
+"""The interface between the facade and its backends: the options of a call, and the class of a backend."""
 
 import sys
 import warnings
@@ -18,15 +15,13 @@ class Lengths(NamedTuple):
     not know. Kernels clamp them to what the tensors hold.
 
     In a padded batch, q (B, H, Sq, D) and k, v (B, Hk, Sk, D), the first seqused_q[b] rows and seqused_k[b] keys of
-    sample b are valid, or all of them.
-
-    In a packed batch, q (1, H, Tq, D) and k, v (1, Hk, Tk, D), sample b has the rows and keys from cu_seqlens[b] to
-    cu_seqlens[b + 1], of which the first seqused_q[b] rows are valid. With seqused_k, its keys are the seqused_k[b]
-    ones from cu_seqlens_k[b] on. Samples may share keys.
+    sample b are valid, or all of them. In a packed batch, q (1, H, Tq, D) and k, v (1, Hk, Tk, D), sample b has the
+    rows and keys from cu_seqlens[b] to cu_seqlens[b + 1], of which the first seqused_q[b] rows are valid. With
+    seqused_k, its keys are the seqused_k[b] ones from cu_seqlens_k[b] on, which samples may share.
     """
 
-    cu_seqlens_q: Tensor | None = None  # (B + 1,); this and the next one are both given in a packed batch alone
-    cu_seqlens_k: Tensor | None = None  # (B + 1,)
+    cu_seqlens_q: Tensor | None = None  # (B + 1,), as cu_seqlens_k: both are given in a packed batch alone
+    cu_seqlens_k: Tensor | None = None
     seqused_q: Tensor | None = None  # (B,)
     seqused_k: Tensor | None = None  # (B,)
 
@@ -40,7 +35,6 @@ class Lengths(NamedTuple):
 
     @property
     def may_share_keys(self):
-        """Whether two samples may have the same keys."""
         return self.is_packed and self.seqused_k is not None
 
     def num_samples(self, q):
@@ -89,7 +83,6 @@ class Options(NamedTuple):
 
     @classmethod
     def of(cls, softmax_scale, window=(-1, -1), lengths=Lengths(), **others):
-        """Options with a window (left, right) and Lengths."""
         return cls(*lengths, softmax_scale=softmax_scale, window_left=window[0], window_right=window[1], **others)
 
     @property
@@ -102,7 +95,7 @@ class Options(NamedTuple):
 
     @property
     def mask(self):
-        """The options that hide keys by their positions: NO_MASK, CAUSAL_MASK or another one."""
+        """The options that hide keys by their positions, such as NO_MASK and CAUSAL_MASK."""
         return self[MASK]
 
     @property
@@ -117,7 +110,7 @@ class Options(NamedTuple):
 
     @property
     def tensors(self):
-        """The tensors among these options. None for each that is not given."""
+        """The tensors among these options, or None for each that is not given."""
         return *self[:Options._fields.index("softmax_scale")], self.dropout_seed, *self[BLOCK_MASK], *self.descales
 
     @property
@@ -158,8 +151,8 @@ class Cache(NamedTuple):
     """How k and v, (N, Hk, S, D), hold the keys of a batch: as N cached sequences of S keys, or as N pages of S keys.
 
     Sample b has the keys from leftpad_k[b] to seqused_k[b] of cached sequence batch_idx[b], or of the pages
-    page_table[b], which follow one another. seqused_k is that of Options.lengths, where cu_seqlens_k is None; without
-    it all keys are valid. Kernels clamp all of these values to what there is.
+    page_table[b], which follow one another. Without Options.seqused_k all keys are valid. Kernels clamp all of these
+    values to what there is.
     """
 
     page_table: Tensor | None = None  # int32 (B, max_pages), its last dimension contiguous; then batch_idx is None
@@ -200,9 +193,7 @@ class Append(NamedTuple):
     q_advances: bool = False
 
 
-# The arguments of Options.of_decode.
-DECODE_FIELDS = ("cu_seqlens_q", "seqused_q", "seqused_k", *Cache._fields[:4], *Options._fields[SCORE_TENSORS],
-                 *Options._fields[SCORE_NUMBERS], *Cache._fields[4:])
+DECODE_FIELDS = Options(*Options._fields).of_decode(Cache._fields)  # the names of what it gives
 SCHEMA_TYPES = {Tensor | None: "Tensor?", float: "float", int: "int", bool: "bool"}
 
 

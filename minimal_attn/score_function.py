@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import check_tensor, dtype_names, shown
+from .checks import check_is, check_tensor, dtype_names, shown
 from .score_graph import FLOATS, INPUTS, Fault, Graph
 
+NUMBERS = bool, int, float
 INTS = torch.int64, torch.int32  # smaller ones wrap around in torch
 CAPTURED_DTYPES = *FLOATS, *INTS, torch.bool
 ALLOWED = ("allowed are assignments to names, return, arithmetic, comparisons, & | ^ ~ of bools, abs, torch.where, "
@@ -35,7 +36,7 @@ class Item(NamedTuple):
 
 
 BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Mod: "mod",
-          ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor"}
+          ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor", ast.Pow: "pow"}
 COMPARED = {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne"}
 FUNCTIONS = {getattr(torch, name): name for name in (
     "abs", "clamp", "cos", "exp", "exp2", "log", "maximum", "minimum", "pow", "sigmoid", "sin", "sqrt", "tanh",
@@ -106,20 +107,17 @@ class _Reader:
 
     def given(self, x, name):
         """A captured object."""
-        if isinstance(x, (bool, int, float)):
+        if isinstance(x, NUMBERS):
             return self.graph.number(x)
         if not isinstance(x, torch.Tensor):
             return x
-        check_tensor(f"{name}, which score_mod captures,", x)
-        if x.dtype not in CAPTURED_DTYPES:
-            raise TypeError(f"{name}, which score_mod captures, must be {dtype_names(CAPTURED_DTYPES)}, "
-                            f"got {shown(x)}")
+        called = f"{name}, which score_mod captures,"
+        check_tensor(called, x)
+        check_is(called, x, x.dtype in CAPTURED_DTYPES, dtype_names(CAPTURED_DTYPES), TypeError)
         return Item(name, x)
 
     def of_Constant(self, tree):
-        if isinstance(tree.value, (bool, int, float)):
-            return self.graph.number(tree.value)
-        return self.refuse(tree)
+        return self.graph.number(tree.value) if isinstance(tree.value, NUMBERS) else self.refuse(tree)
 
     def of_Name(self, tree):
         if tree.id in self.names:
@@ -150,10 +148,12 @@ class _Reader:
         return x if isinstance(tree.op, ast.UAdd) else self.graph("neg" if isinstance(tree.op, ast.USub) else "not", x)
 
     def of_BinOp(self, tree):
-        if type(tree.op) not in BINARY and not isinstance(tree.op, ast.Pow):
+        if type(tree.op) not in BINARY:
             self.refuse(tree)
-        pair = self.node(tree.left), self.node(tree.right)
-        return self.graph.power(*pair) if isinstance(tree.op, ast.Pow) else self.graph(BINARY[type(tree.op)], *pair)
+        return self.applied(BINARY[type(tree.op)], self.node(tree.left), self.node(tree.right))
+
+    def applied(self, name, *nodes):
+        return self.graph.power(*nodes) if name == "pow" else self.graph(name, *nodes)
 
     def of_Compare(self, tree):
         if len(tree.ops) > 1 or type(tree.ops[0]) not in COMPARED:
@@ -175,8 +175,7 @@ class _Reader:
                 self.refuse(tree, f"there is no method {name}")
         else:
             called = self.value(function)
-            if called is float and len(args) == 1 and isinstance(args[0], ast.Constant) and isinstance(
-                    args[0].value, str):
+            if called is float and [type(getattr(x, "value", None)) for x in args] == [str]:  # float("inf")
                 return self.graph.number(float(args[0].value))
             try:
                 name = FUNCTIONS.get(called) or OF_NUMBERS.get(called)
@@ -197,7 +196,7 @@ class _Reader:
                 self.refuse(tree, f"it takes {', '.join(named)}")
             args = dict(zip(named, args)) | keywords
             x, low, high = (None if args.get(key) is None or isinstance(args[key], ast.Constant)
-                            and args[key].value is None else self.node(args[key]) for key in ("input", "min", "max"))
+                            and args[key].value is None else self.node(args[key]) for key in named)
             for bound, op in ((low, "lt"), (high, "gt")):  # as torch, which gives x the gradient where both are equal
                 x = x if bound is None else self.graph("where", self.graph(op, x, bound), bound, x)
             return x
@@ -205,8 +204,7 @@ class _Reader:
             self.refuse(tree, "it takes no keywords here")
         if len(args) != ARITY.get(name, 1):
             self.refuse(tree, f"it takes {ARITY.get(name, 1)} arguments")
-        nodes = [self.node(x) for x in args]
-        return self.graph.power(*nodes) if name == "pow" else self.graph(name, *nodes)
+        return self.applied(name, *map(self.node, args))
 
 
 def _codes(code):
@@ -266,21 +264,14 @@ def _mark(x):
     """All of a captured object that a graph depends on."""
     if isinstance(x, torch.Tensor):
         return type(x), x.layout, x.is_nested, x.dtype, x.ndim
-    return type(x), repr(x) if isinstance(x, (bool, int, float)) else id(x)
+    return type(x), repr(x) if isinstance(x, NUMBERS) else id(x)
 
 
 def read(function):
     """(graph, root, tensors) of a function of a score: a Graph, which is made once, the node of its result, and the
-    tensors that it captures, in the graph's order.
-
-    Raises:
-        NotImplementedError: what a kernel cannot have, with its line, or no source. TypeError: no plain function of
-        five arguments, or a captured tensor of a type or dtype that kernels do not read. ValueError: one without
-        elements.
-    """
-    if not isinstance(function, types.FunctionType):
-        raise TypeError(f"score_mod must be a plain function of Python where kernels serve it, got {shown(function)}; "
-                        "backend='torch' takes any callable")
+    tensors that it captures, in the graph's order. NotImplementedError for what a kernel cannot have, with its line."""
+    check_is("score_mod", function, isinstance(function, types.FunctionType),
+             "a plain function of Python where kernels serve it (backend='torch' takes any callable)", TypeError)
     definition, file, known = _definition(function.__code__)
     captured = _captured(function)
     reader = next((reader for reader in known if all(name in captured and _mark(captured[name]) == mark
@@ -291,6 +282,5 @@ def read(function):
         known[:] = [*known[-255:], reader]
     tensors = tuple(captured[name] for name in reader.graph.captured)
     for name, x in zip(reader.graph.captured, tensors):
-        if x.numel() == 0:
-            raise ValueError(f"{name}, which score_mod captures, must have elements, got {shown(x)}")
+        check_is(f"{name}, which score_mod captures,", x, x.numel() > 0, "a tensor with elements")
     return reader.graph, reader.root, tensors

@@ -4,5 +4,3 @@ cuda.py calls csrc, triton.py calls triton_ref, torch.py calls torch's scaled_do
 calls the definition in ../reference. ops.py gives the operators of csrc and triton_ref their derivative and their
 shapes, and flops.py their number of floating-point operations.
 """
-
-from ..options import Append, Backend, Cache, Lengths, Options, warn  # noqa: F401: this was their place

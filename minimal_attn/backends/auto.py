@@ -1,6 +1,4 @@
-"""Which backend serves backend="auto". It depends on the device and dtype of q, on whether gradients are wanted under a
-transform of torch.func, and on a score_mod; sizes and other options do not matter.
-"""
+"""Which backend serves backend="auto"."""
 
 import functools
 
@@ -14,8 +12,7 @@ from . import triton
 
 
 def auto_backend(q: torch.Tensor, *others: torch.Tensor | None, options: Options = Options()) -> str:
-    """The name of the backend that serves a call with backend="auto". others: what else may want a gradient. options:
-    those of the call, which may be unchecked."""
+    """The backend that "auto" means. others: what else may want a gradient. options: of the call, maybe unchecked."""
     if not q.is_cuda:
         return "torch"
     if q.dtype in FP8_DTYPES:

@@ -37,12 +37,12 @@ def _needs_copies(q, k, v):
         return False
     if torch.compiler.is_compiling():
         return not all(map(is_aligned, (q, k, v)))
-    choice = type(q) in (Tensor, torch.nn.Parameter) and _choice_of(q, k, v, Options())  # None: vmap's memory
+    choice = type(q) in (Tensor, torch.nn.Parameter) and _choice_of(q, k, v, Options())
     return bool(choice and choice[1])
 
 
 def _choice_of(q, k, v, options):
-    """(kernel, why it is slow or None) for checked arguments on the GPU that is here, or None: see csrc/main.cpp."""
+    """(kernel, why it is slow or None) for checked arguments on the GPU that is here; None for memory of vmap's."""
     return _build.load().which_kernel(q, k, v, *options[:OF_OP + 1], None, True)
 
 
@@ -84,11 +84,10 @@ def _launch(q, k, v, options):
 _host_forward_cached = over_gathered(_forward)
 
 
-def can_read_cache(q, k_cache, v_cache):
-    """Whether backend="cuda" serves these dtypes, head_dims, strides and, unless torch.compile traces, addresses."""
-    if not q.is_cuda:
-        return True
-    return q.dtype in ON_TENSOR_CORES and all(map(is_aligned, (q, k_cache, v_cache)))
+def can_read_cache(q, *caches):
+    """Whether backend="cuda" serves the dtype of q, and the head_dims, strides and, unless torch.compile traces,
+    addresses of q and of caches that are read."""
+    return not q.is_cuda or q.dtype in ON_TENSOR_CORES and (not caches or all(map(is_aligned, (q, *caches))))
 
 
 def _forward_cached(q, k, v, options, cache):
@@ -97,11 +96,6 @@ def _forward_cached(q, k, v, options, cache):
     _check_cache_dtype("q", q, "reads")
     _load_ops()
     return torch.ops.minimal_attn.flash_decode(q, k, v, *options.of_decode(cache))
-
-
-def can_append(k):
-    """Whether backend="cuda" writes rows of this dtype into a cache."""
-    return not k.is_cuda or k.dtype in ON_TENSOR_CORES
 
 
 def _append(k, v, k_cache, v_cache, append):
@@ -141,17 +135,16 @@ def kernel_of(q, k, v, options):
     """attention.which_kernel of checked arguments."""
     if (why_not := _why_not(q.device)) is not None:
         raise why_not
-    if q.is_meta:
-        raise ValueError("which_kernel needs tensors with memory of their own: not on the device meta")
-    if not q.is_cuda:
+    if not q.is_cuda and not q.is_meta:
         return "host"
     # As a call does, which copies what is not contiguous to rows that are aligned as far as head_dim allows.
     q, k, v = (x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v))
-    choice = _choice_of(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), options)
-    if choice is not None and choice[1] is not None:  # copies will be aligned
-        return kernel_of(*(x.new_empty(*x.shape[:-1], -(-x.shape[-1] // 8) * 8) for x in (q, k, v)), options)
+    choice = None if q.is_meta else _choice_of(*(x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v)), options)
     if choice is None:
-        raise ValueError("which_kernel needs tensors with memory of their own: not under torch.func's transforms")
+        raise ValueError("which_kernel needs tensors with memory of their own: not on the device meta, nor under "
+                         "torch.func's transforms")
+    if choice[1] is not None:  # copies will be aligned
+        return kernel_of(*(x.new_empty(*x.shape[:-1], -(-x.shape[-1] // 8) * 8) for x in (q, k, v)), options)
     return choice[0]
 
 

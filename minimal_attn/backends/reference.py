@@ -13,7 +13,7 @@ from ..reference.pages import over_gathered
 
 
 def _forward(q, k, v, options):
-    """Calls reference_forward. fp8 inputs are first converted to fp32 and multiplied by their descales."""
+    """reference_forward, of fp8 inputs in fp32 and multiplied by their descales."""
     dtype = out_dtype(q.dtype)
     if dtype != q.dtype:
         if options.lengths.is_packed:  # descales are those of samples

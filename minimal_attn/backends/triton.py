@@ -35,14 +35,6 @@ def matmul() -> Callable:
     return _twin.triton_matmul
 
 
-def _forward(q, k, v, options):
-    return _twin.forward(q, k, v, options)
-
-
-def _forward_cached(q, k, v, options, cache):
-    return _twin.forward_cached(q, k, v, options, cache)
-
-
 def _backward(dout, q, k, v, out, lse, options):
     is_fixed = options.deterministic or torch.are_deterministic_algorithms_enabled()  # as in triton_ref/ops.py
     return torch.ops.minimal_attn.triton_backward(dout, None, q, k, v, out, lse, *options.of_op(),
@@ -63,4 +55,5 @@ def _why_not(device=None):
     return None
 
 
-BACKEND = Backend(_forward, TWIN_DTYPES, False, _forward_cached, _append, _backward, _why_not)
+BACKEND = Backend(lambda *inputs: _twin.forward(*inputs), TWIN_DTYPES, False,
+                  lambda *inputs: _twin.forward_cached(*inputs), _append, _backward, _why_not)

@@ -1,6 +1,5 @@
-"""The functions of flash-attn, by their names and in the order of flash-attn 2, over flash_attention.
-
-What flash-attn 3, flash-attn 4 and vLLM add to them are keywords. Some tune kernels of theirs and change nothing here.
+"""The functions of flash-attn, by their names and in the order of flash-attn 2, over flash_attention. What flash-attn 3,
+flash-attn 4 and vLLM add to them are keywords.
 """
 
 import inspect
@@ -39,14 +38,12 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
     Args:
         q: (B, Sq, H, D); k, v: (B, Sk, Hk, D), v also with another head_dim.
         softmax_scale: flash_attention's sm_scale, 1/sqrt(D) if None.
-        dropout_seed: as flash_attention. flash-attn has no such seed and drops other elements.
         window_size: (left, right) as flash_attention; None is (-1, -1).
         return_attn_probs: return (out, lse, None); the probabilities themselves are never formed.
         return_softmax_lse, return_lse: return (out, lse).
         out: (B, Sq, H, D) with v's head_dim, of the result's dtype, on q's device: the result goes there. No gradients.
         s_aux, learnable_sink, sinks: three names of the sinks (H,), those of flash-attn 3, flash-attn 4 and vLLM.
-        q_descale, k_descale, v_descale, qv, score_mod, mask_mod, aux_tensors: only their defaults are supported; float8
-            is taken as it is.
+        q_descale, k_descale, v_descale, qv, score_mod, mask_mod, aux_tensors: only their defaults are supported.
         num_splits, pack_gqa, sm_margin, fa_version: change nothing.
         All others: as flash_attention.
 
@@ -54,8 +51,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
         out (B, Sq, H, D), with v's head_dim, in q's dtype, or in autocast's; lse (B, H, Sq) in fp32, natural log.
 
     Raises:
-        NotImplementedError: an argument that is not supported yet. TypeError: two names of one argument. Otherwise as
-        flash_attention.
+        As flash_attention. NotImplementedError: an unsupported argument. TypeError: two names of one argument.
     """
     return_lse = return_lse or return_softmax_lse or return_attn_probs
     window_size = NO_WINDOW if window_size is None else window_size
@@ -97,10 +93,9 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     Args:
         q: (Tq, H, D); k, v: (Tk, Hk, D), v also with another head_dim.
         block_table, page_table: two names of one argument, those of flash-attn 2 and 3: int32 (B, max_pages), the pages
-            of each sample in k (num_pages, page_size, Hk, D) and v, as attention_with_kvcache. seqused_k says how many
-            keys a sample has. As in flash-attn 2, cu_seqlens_k may say it in its place, by the differences of its
-            entries. Without both, all pages are full. There is no dropout and no gradient. num_splits as
-            attention_with_kvcache.
+            of each sample in k (num_pages, page_size, Hk, D) and v, as attention_with_kvcache, also for num_splits.
+            seqused_k, or the differences of the entries of cu_seqlens_k, say how many keys a sample has. Without both,
+            all pages are full. There is no dropout and no gradient.
         scheduler_metadata, ver: change nothing.
         dynamic_causal, min_seqlen_k, gather_kv_indices: only None, False and 0 are supported.
         All others: as flash_attn_func and flash_attention, but out is (Tq, H, D).
@@ -140,8 +135,8 @@ def _parameters(function, *hidden):
 
 
 def _passes_on_to(whole, *replaced):
-    """Decorator of a function that passes its *args and **keywords on to `whole`. Its signature, which help() and
-    clients read, lists them: those of `whole` without the replaced ones."""
+    """Decorator of a function that passes its *args and **keywords on to `whole`, which its signature lists: those of
+    `whole` without the replaced ones."""
     def decorate(function):
         parameters = *_parameters(function, "args", "keywords"), *_parameters(whole, "_names", *replaced)
         function.__signature__ = inspect.Signature(parameters, return_annotation=Result)
@@ -224,8 +219,7 @@ def heads_first(x, is_packed):
 
 
 def _rows_first(result, is_packed, out, return_attn_probs):
-    """A result of the facade in flash-attn's layout and form: out alone, (out, lse), or (out, lse, None) with
-    return_attn_probs. out: None, or the tensor to write to."""
+    """A result of the facade in flash-attn's layout and form. out: None, or the tensor to write to."""
     o, *lse = result if isinstance(result, tuple) else (result,)
     o, lse = (o[0].transpose(0, 1), [x[0] for x in lse]) if is_packed else (o.transpose(1, 2), lse)
     o = o if out is None else out.copy_(o)
@@ -265,8 +259,7 @@ def _attend_pages(names, q, k, v, given, block_table, page_table, max_seqlen_q, 
 
 
 def attend_rows(names, q, k_cache, v_cache, given, cache, append, k, v, out, return_attn_probs, *mask_and_backend):
-    """caches.attend_cached by flash-attn's layouts: q is (T, H, D) with cu_seqlens_q, else (B, Sq, H, D), and caches
-    are (N, S, Hk, D), which is checked. mask_and_backend: causal, window_size and backend."""
+    """caches.attend_cached by flash-attn's layouts, which are checked. mask_and_backend: causal, window_size, backend."""
     is_packed = given.cu_seqlens_q is not None
     check_out(out, k_cache.dtype, (*q.shape[:-1], v_cache.shape[-1]), q.device, q, k_cache, v_cache, given.sinks)
     result = attend_cached(heads_first(q, is_packed), k_cache.transpose(1, 2), v_cache.transpose(1, 2), given, cache,

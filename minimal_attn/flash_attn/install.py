@@ -1,7 +1,5 @@
-"""install_as_flash_attn: `import flash_attn` finds our functions, for code that cannot be changed.
-
-One finder on sys.meta_path answers for the three modules that there are, and tells importlib.metadata of a distribution
-"flash-attn", since libraries ask both whether flash-attn is there, and which version.
+"""install_as_flash_attn: `import flash_attn` finds our functions, for code that cannot be changed. One finder on
+sys.meta_path answers for three modules, and for importlib.metadata, which libraries ask too.
 """
 
 import importlib.abc
@@ -59,11 +57,8 @@ def install_as_flash_attn() -> None:
     """Let `import flash_attn` find our functions, in this process: flash_attn, flash_attn.flash_attn_interface and
     flash_attn.bert_padding, of version 2.8.3 for importlib.metadata too.
 
-    Call it before the code that imports flash_attn is imported, since that code may look once. A second call changes
-    nothing. Any thread may call it, and processes that are forked later have it too.
-
-    Raises:
-        RuntimeError: something else is installed or imported as flash_attn.
+    Call it before the code that imports flash_attn is imported, since that code may look once. Any thread may call it,
+    and processes that are forked later have it too. RuntimeError: another flash_attn is installed or imported.
     """
     with _LOCK:
         if _FINDER in sys.meta_path:
@@ -88,7 +83,7 @@ def uninstall_as_flash_attn() -> None:
 
 
 def _other_flash_attn():
-    """Says in words where a flash_attn that is not ours comes from. None if there is none."""
+    """Where a flash_attn that is not ours comes from, or None."""
     if "flash_attn" in sys.modules:
         return "another flash_attn is imported"
     if spec := importlib.util.find_spec("flash_attn"):

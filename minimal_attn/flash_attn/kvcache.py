@@ -1,6 +1,5 @@
-"""The functions of flash-attn 3 for caches of keys and values, by their names and in its order.
-
-What flash-attn 2, vLLM and SGLang call otherwise, or add, are keywords.
+"""The functions of flash-attn 3 for caches of keys and values, by their names and in its order. What flash-attn 2, vLLM
+and SGLang call otherwise, or add, are keywords.
 """
 
 import math
@@ -47,9 +46,8 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
         window_size: also None.
         return_softmax_lse, return_lse: return (out, lse).
         out: of the result's shape and dtype, on q's device: the result is copied into it.
-        k, v: (B, Sn, Hk, D), or with cu_seqlens_k_new (T, Hk, D), packed: new keys and values, which are written into
-            the cache at the places from cache_seqlens on, and which q attends to as well. cache_seqlens must be given.
-            Without them cu_seqlens_k_new and rotary_interleaved change nothing, nor rotary_seqlens without rotary_cos.
+        k, v: (B, Sn, Hk, D), or with cu_seqlens_k_new (T, Hk, D), packed: new keys and values, as of
+            attention_with_kvcache. Without them cu_seqlens_k_new changes nothing, nor rotary_seqlens without rotary_cos.
         qv, q_descale, k_descale, v_descale: only their defaults are supported.
         scheduler_metadata, pack_gqa, sm_margin, ver, fa_version: change nothing.
         All others: as attention_with_kvcache.

@@ -10,14 +10,14 @@ from ..checks import (OWN, can_read, check_alike, check_both, check_head_dim, ch
                       check_shapes, check_tensor_of, empty_like, holds, is_known, same_sizes, sum_dtype)
 from ..options import Append, Cache, Lengths
 from .packed import begins_and_lengths, places_of_rows
-from .pages import capacity_of, check_fit, check_rows, check_sequences, place_in_cache
+from .pages import capacity_of, check_cache, check_rows, check_sequences, place_in_cache
 
 ROTARY_STEP = 16  # rotary_dim is a multiple of it, as in flash-attn
 
 
 def check_append(k, v, k_cache, v_cache, append, names=OWN):
     """Raise unless the rows k (B, Hk, Sn, D), or packed (1, Hk, T, D), and v fit into the caches, and the rest of
-    append fits them. append.q is checked, if it is given. check_dtype follows."""
+    append, whose q is checked, fits them. check_dtype follows."""
     seqused_k = names.get("seqused_k", "seqused_k")
     if append.seqused_k is None:
         raise ValueError(f"{seqused_k} must be given with new keys, which go to the places from {seqused_k} on")
@@ -30,7 +30,7 @@ def check_append(k, v, k_cache, v_cache, append, names=OWN):
         check_shapes(holds(batch_size == Lengths(append.cu_seqlens_q).num_samples(append.q)),
                      f"k must have as many samples as q, got {batch_size}", q=append.q, k=k)
     # The checks of queries, which new keys pass as well.
-    check_fit(k, k_cache, v_cache, lengths, cache, {**names, "q": "k", "cu_seqlens_q": "cu_seqlens_k_new"}, True)
+    check_cache(k, k_cache, v_cache, lengths, cache, {**names, "q": "k", "cu_seqlens_q": "cu_seqlens_k_new"}, True)
     check_shapes(same_sizes(k.shape[:-1], v.shape[:-1]) and holds(k.shape[1] == k_cache.shape[1])
                  and holds(v.shape[-1] == v_cache.shape[-1]), "k and v must have the same shape, and the heads and "
                  "head_dims of the caches", names, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
@@ -48,9 +48,8 @@ def check_append(k, v, k_cache, v_cache, append, names=OWN):
     if append.q is not None:
         num_q = _num_rows(append.q, Lengths(append.cu_seqlens_q))
         rows = [max(n, m if append.q_advances else min(m, 1)) for n, m in zip(num_new, num_q)]
-    name, starts = seqused_k, begins
-    if append.rotary_seqlens is not None:
-        name, starts = "rotary_seqlens", append.rotary_seqlens.tolist()
+    name, starts = (seqused_k, begins) if append.rotary_seqlens is None else (
+        "rotary_seqlens", append.rotary_seqlens.tolist())
     for b, (start, n) in enumerate(zip(starts, rows)):
         if start < 0 or n and start + n > append.rotary_cos.shape[0]:
             raise ValueError(f"rotary_cos has {append.rotary_cos.shape[0]} positions, and sample {b} needs those from "
@@ -109,7 +108,7 @@ def _num_rows(x, lengths):
 
 
 def append_shapes(k_new, v_new, k_cache, v_cache, *of_append):
-    """Uninitialized outputs of an op that appends: the rotated q and the lengths, as Backend.append returns them."""
+    """Uninitialized outputs of an op that appends, as Backend.append returns them."""
     append = Append(*of_append)
     is_rotated = append.q is not None and append.rotary_cos is not None
     q_rotated = empty_like(append.q) if is_rotated else k_new.new_empty(0)

@@ -1,6 +1,4 @@
-"""The reference, and the online softmax in a few lines of PyTorch.
-
-reference_attention forms all scores at once: slow, big, and plainly right. Every kernel is judged against it.
+"""reference_attention forms all scores at once: slow, big, and plainly right. Every kernel is judged against it.
 blockwise_attention walks along the keys as the kernels do, to be read beside csrc/flash.cu.
 """
 
@@ -47,7 +45,6 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
 
     The same function as flash_attention, which describes arguments, results and errors: of q (B, H, Sq, D) and k, v
     (B, Hk, Sk, D), or of three dimensions, in float32, float16, bfloat16 or float64. torch.autocast casts nothing here.
-    Differentiable. max_seqlen_q and max_seqlen_k are checked, but not used.
     """
     check_qkv(q, k, v, DTYPES)
     check_max_seqlens(max_seqlen_q, max_seqlen_k)
@@ -117,10 +114,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64, d
         dropout_p: share in [0, 1] of the probabilities set to 0, the rest scaled by 1/(1 - dropout_p).
 
     Returns:
-        (B, N, D), with v's head_dim, in q's dtype.
-
-    Raises:
-        ValueError: shapes, block_size or dropout_p; TypeError: dtypes.
+        (B, N, D), with v's head_dim, in q's dtype. ValueError: shapes, block_size or dropout_p; TypeError: dtypes.
     """
     check_qkv(q, k, v, DTYPES)
     check_shapes(q.ndim == 3, "q, k and v must be of shape (B, N, D)", q=q)

@@ -2,8 +2,7 @@
 
 keep_mask numbers the elements of (B, H, Sq, Sk) and asks Philox-4x32-7, a random number generator without state, for
 their words. The result depends on no tile size, order of threads or other call, so a kernel that forms one tile at a
-time, forward or backward, drops what definition.py drops. A call that has a part of the elements is told where they
-begin: seed_with_origins.
+time, forward or backward, drops what definition.py drops.
 """
 
 import torch
@@ -17,7 +16,7 @@ BITS = 15  # of a random number, for one element
 
 
 def _multiply(x, factor):
-    """The high and the low 32 bits of x · factor. The product itself would not fit int64, so factor comes in halves."""
+    """The high and the low 32 bits of x · factor, which itself would not fit int64."""
     upper = x * (factor >> 16)
     lower = x * (factor & 0xFFFF) + ((upper & 0xFFFF) << 16)
     return (upper >> 16) + (lower >> 32), lower & MASK32
@@ -69,8 +68,7 @@ def keep_mask(seed, dropout_p, batch_size, nheads, seqlen_q, seqlen_k, device):
         number  = the low 15 bits of the word's low half for an even column, of its high half for an odd one
 
     and an element is kept if number + keep_count(dropout_p) is at least 2¹⁵. Rows, columns, heads and samples are
-    numbered from the origins in the seed, if it has some. seed: int64, one element, or a seed_with_origins, on
-    `device`. Its value is not read on the host, so CUDA graphs may change it.
+    numbered from the origins in the seed, if it has some. The host does not read the seed.
     """
     seed, origins = seed.view(-1).tensor_split((1,))
     key = seed & MASK32, seed >> 32 & MASK32

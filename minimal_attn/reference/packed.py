@@ -1,7 +1,5 @@
-"""Packed batches: samples of different lengths one after the other, without padding between them.
-
-unpad_input and pad_input go from a padded batch to a packed one and back. as_padded is for backends that know padded
-batches alone, with_own_keys for those without gradients of keys that samples share.
+"""Packed batches: samples of different lengths one after the other. as_padded is for backends that know padded batches
+alone, with_own_keys for those without gradients of keys that samples share.
 """
 
 import torch
@@ -14,7 +12,6 @@ from ..options import Lengths
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Pack a padded batch: take what the mask says is valid, wherever it lies in a sample (flash_attn.bert_padding).
-
     The host waits for the number of valid positions, and for the largest length.
 
     Args:
@@ -25,9 +22,8 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
         (packed (T, ...), indices int64 (T,) of its rows in hidden_states.flatten(0, 1), cu_seqlens int32 (B + 1,), the
         largest length, the lengths int32 (B,)).
 
-    Raises:
-        TypeError: what is no dense tensor, or a mask of another dtype. ValueError: a wrong shape or device.
-        RuntimeError: while a CUDA graph is captured, when the host cannot wait.
+    TypeError: what is no dense tensor, or a mask of another dtype. ValueError: a wrong shape or device. RuntimeError:
+    while a CUDA graph is captured.
     """
     check_tensor("hidden_states", hidden_states)
     mask = check_mask("attention_mask", attention_mask, hidden_states)
@@ -49,9 +45,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         indices: int64 (T,) on its device, as of unpad_input.
         batch, seqlen: sizes of the padded batch, ints from 0 on.
 
-    Raises:
-        TypeError: what is no dense tensor, indices that are not int64, or a size that is no int. ValueError: a wrong
-        shape, size or device, or more rows than the padded batch has.
+    TypeError: what is no dense tensor, indices that are not int64, or a size that is no int. ValueError: a wrong shape,
+    size or device, or more rows than the padded batch has.
     """
     x, total = hidden_states, check_number("batch", batch) * check_number("seqlen", seqlen)
     check_tensor("hidden_states", x)
@@ -61,7 +56,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def check_mask(name, mask, x):
-    """mask as bool, True or not 0 where a position of x (B, S, ...) is valid; errors as of check_tensor_of."""
+    """mask as bool, True or not 0 where a position of x (B, S, ...) is valid."""
     check_shapes(x.ndim > 1, "hidden_states must be (B, S, ...)", hidden_states=x)
     check_tensor_of(name, mask, x.device, dict(zip("BS", x.shape)))
     return mask != 0
@@ -87,14 +82,9 @@ def as_padded(forward, q, k, v, options):
 
 def with_own_keys(k, v, lengths, max_seqlen_k):
     """k, v and lengths of the same packed batch, in which no two samples share keys: copies of the keys of one sample
-    after the other. Gradients of what was copied more than once are added up in fp32 and in a fixed order.
-
-    The copies have B · max_seqlen_k rows. If max_seqlen_k is no int, the host waits for the largest length. Where it
-    cannot, in a CUDA graph or under torch.compile, there is room for all keys in each sample.
-
-    Raises:
-        ValueError: a max_seqlen_k below the length of a sample, where the host may read that. Elsewhere the keys of
-        such a sample are NaN, and so are its result and its gradients.
+    after the other, in B · max_seqlen_k rows, as flash_attention describes. Gradients of what was copied more than once
+    are added up in fp32 and in a fixed order. ValueError for a max_seqlen_k below the length of a sample, where the
+    host may read that; elsewhere its keys are NaN.
     """
     total, batch_size = k.shape[2], lengths.seqused_k.shape[0]
     begin, seqlen = _keys(lengths.cu_seqlens_k, lengths.seqused_k, total)

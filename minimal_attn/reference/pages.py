@@ -2,7 +2,7 @@
 
 import torch
 
-from ..checks import (OWN, can_read, check_alike, check_heads, check_is, check_range, check_samples, check_shapes,
+from ..checks import (OWN, can_read, check_alike, check_fit, check_index, check_is, check_samples, check_shapes,
                       check_sizes, check_tensor_of, holds, is_known, shown)
 from .tree_mask import seen_in_tree
 
@@ -10,23 +10,22 @@ from .tree_mask import seen_in_tree
 def check_cached(q, k, v, lengths, cache, names=OWN):
     """Raise unless q (B, H, Sq, D) or packed (1, H, Tq, D), a cache in k (N, Hk, S, D) and v, lengths and cache fit
     together, and the keys that the samples use are there. check_dtype follows."""
-    check_fit(q, k, v, lengths, cache, names)
+    check_cache(q, k, v, lengths, cache, names)
     if q.is_cuda or not all(x is None or can_read(x) for x in (*lengths, *cache[:3])):
         return
     batch_size, seqused_k = lengths.num_samples(q), lengths.seqused_k
     ends = [capacity_of(k, cache)] * batch_size if seqused_k is None else seqused_k.tolist()
     begins = [0] * batch_size if cache.leftpad_k is None else cache.leftpad_k.tolist()
     for b, (begin, end) in enumerate(zip(begins, ends)):
-        check_range(names.get("leftpad_k", "leftpad_k"), begin, 0, end, f" for sample {b}")
+        check_index("leftpad_k", begin, end + 1, f"sample {b}", names)
         check_sequences(f"sample {b}", b, begin, end, k, cache, names)
 
 
-def check_fit(q, k, v, lengths, cache, names=OWN, is_written=False):
+def check_cache(q, k, v, lengths, cache, names=OWN, is_written=False):
     """check_cached, but for the values of cache, which say where a sample's keys are. is_written: as check_rows."""
     tensors = {"q": q, "k_cache": k, "v_cache": v}
     check_alike(None, names, **tensors)
-    check_shapes(q.ndim == k.ndim == v.ndim == 4, "Expected 4D tensors", names, **tensors)
-    check_heads(names, **tensors)
+    check_fit(tensors, names, is_cached=True)
     check_rows(names, is_written, k_cache=k, v_cache=v)
     if cache.page_table is not None:
         check_tensor_of("page_table", cache.page_table, q.device, names=names)
@@ -38,9 +37,9 @@ def check_fit(q, k, v, lengths, cache, names=OWN, is_written=False):
                     ("page_table", cache.page_table if has_rows else None)):
         if x is not None:
             check_tensor_of(name, x, q.device, {"B": batch_size}, names)
-    if cache.page_table is cache.batch_idx is None:
-        check_shapes(holds(k.shape[0] == batch_size), "without cache_batch_idx and page_table, the cache must have as "
-                     f"many sequences as there are samples, {batch_size}", names, **tensors)
+    if cache.page_table is cache.batch_idx is None and not holds(k.shape[0] == batch_size):
+        check_shapes(False, "without cache_batch_idx and page_table, the cache must have as many sequences as there are "
+                     f"samples, {batch_size}", names, **tensors)
     if cache.page_table is not None and is_known(cache.page_table.shape[0] == 0) and not is_known(batch_size == 0):
         raise ValueError(f"{names.get('page_table', 'page_table')} must have rows for cache_batch_idx to number, got "
                          f"{shown(cache.page_table)}")
@@ -51,11 +50,11 @@ def check_rows(names=OWN, is_written=False, **caches):
     memory, so that a row is not written alone."""
     for name, x in caches.items():
         called, strides = names.get(name, name), x.stride()
-        check_is(f"the last stride of {called}", strides[-1], holds(strides[-1] == 1), "1, since no cache is copied")
+        check_is(called, strides, holds(strides[-1] == 1), "of strides that end with 1, since no cache is copied")
         if is_written:
-            check_is(f"each stride of {called}", strides, not any(
-                is_known(step == 0) and is_known(size > 1) for step, size in zip(strides, x.shape)),
-                "above 0, since the cache is written")
+            check_is(called, strides, not any(is_known(step == 0) and is_known(size > 1)
+                                              for step, size in zip(strides, x.shape)),
+                     "of strides other than 0, since the cache is written")
 
 
 def capacity_of(k, cache):
@@ -69,15 +68,15 @@ def check_sequences(whose, b, begin, end, k, cache, names):
     row, (num_sequences, _, size, _) = b, k.shape
     if cache.batch_idx is not None:
         row, numbered = int(cache.batch_idx[b]), k if cache.page_table is None else cache.page_table
-        check_range("cache_batch_idx", row, 0, len(numbered) - 1, f" for {whose}")
+        check_index("cache_batch_idx", row, len(numbered), whose, names)
     if cache.page_table is not None and begin < end:
         for page in cache.page_table[row, begin // size:(end - 1) // size + 1].tolist():
-            check_range(names.get("page_table", "page_table"), page, 0, num_sequences - 1, f" for {whose}")
+            check_index("page_table", page, num_sequences, whose, names)
 
 
 def with_own_rows(cache):
-    """A checked Cache or Append with a row of page_table for each sample, in place of a cache_batch_idx that numbers
-    its rows. On a GPU that may be anything: a row that is not there has no page that is."""
+    """A checked Cache or Append with a row of page_table for each sample, in place of a cache_batch_idx, which on a GPU
+    may be anything: a row that is not there has no page that is."""
     if cache.page_table is None or cache.batch_idx is None:
         return cache
     rows = cache.batch_idx.clamp(0, cache.page_table.shape[0] - 1)

@@ -35,10 +35,9 @@ def visible_keys(seqlen_q, seqlen_k, options, device):
         return None
     rows, cols, own = positions(seqlen_q, seqlen_k, options.lengths, device)
     mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    if seqused_q is not None:
-        mask = mask & (rows < seqused_q[:, None, None, None])
-    if seqused_k is not None:
-        mask = mask & (cols < seqused_k[:, None, None, None])
+    for place, seqused in ((rows, seqused_q), (cols, seqused_k)):
+        if seqused is not None:
+            mask = mask & (place < seqused[:, None, None, None])
     if left >= 0:
         mask = mask & (cols >= own - left)
     if right >= 0:
@@ -75,7 +74,7 @@ def with_mask(scores, mask):
 
 
 def with_score_mod(scores, score_mod):
-    """score_mod of scores (B, H, Sq, Sk), for each of which it runs as torch.vmap runs it, in their dtype."""
+    """score_mod of scores (B, H, Sq, Sk), in their dtype, under torch.vmap."""
     if any(is_known(n == 0) for n in scores.shape):
         return scores
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # takes a second or two

@@ -21,10 +21,8 @@ def pack_tree_mask(tree_mask: Tensor) -> Tensor:
         tree_mask: bool (Sq, Sq) or (B, Sq, Sq), Sq at most 64: True where a row's token sees a column's.
 
     Returns:
-        int64 (Sq,) or (B, Sq): bit j of a row is its column j. Other bits are 0.
-
-    Raises:
-        TypeError: what is no dense tensor of bool. ValueError: a wrong shape.
+        int64 (Sq,) or (B, Sq): bit j of a row is its column j. TypeError: what is no dense tensor of bool. ValueError:
+        a wrong shape.
     """
     check_tensor("tree_mask", tree_mask)
     seqlen = tree_mask.shape[-1] if tree_mask.ndim else 0

@@ -1,10 +1,8 @@
 """activate: torch's own attention runs on our kernels, through torch's registry of flash attention implementations.
 
 In torch's dispatcher, the functions of aten.py take the place of the CUDA kernels of aten's attention ops. A call that
-aten.py does not serve goes to the kernel that was there before, which torch.library.get_kernel kept. Above them,
-../../csrc/binding/sdpa_override.cpp serves everyday calls without Python, which costs the host less. All three of
-torch's fused kernels are replaced, and the order in which torch chooses one of them stays as it is: masks never reach
-flash attention, and Hopper prefers cuDNN.
+aten.py does not serve goes to the kernel that was there before. Above them, ../../csrc/binding/sdpa_override.cpp serves
+everyday calls without Python. All three of torch's fused kernels are replaced, and torch chooses among them as before.
 """
 
 import contextlib
@@ -34,10 +32,8 @@ def activate() -> None:
     float32 and all else that docs/integrations.md lists. It is for the whole process, until deactivate. An
     implementation that torch.nn.attention.activate_flash_attention_impl activated before, such as "FA3", is replaced.
 
-    csrc is compiled here if it is not yet. This may initialize CUDA: fork before it, not after it.
-
-    Raises:
-        RuntimeError: csrc has no kernels for GPUs here. The message says why.
+    csrc is compiled here if it is not yet. This may initialize CUDA: fork before it, not after it. RuntimeError: csrc
+    has no kernels for GPUs here.
     """
     _load()
     with _lock:
@@ -46,7 +42,7 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Undo activate, from any thread: later calls run on torch's own kernels. Nothing happens if it was not active.
+    """Undo activate, from any thread: later calls run on torch's own kernels.
 
     Activate and deactivate between two steps, not between a forward pass and its backward pass, and not while other
     threads call attention. CUDA graphs that were captured keep their kernels.

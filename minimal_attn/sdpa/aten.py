@@ -47,10 +47,8 @@ def _attend(q, k, v, scale, window, bias=None, lengths=Lengths()):
 
 
 def _gradients(dout, q, k, v, out, lse, scale, window, bias=None, lengths=Lengths(), needed=(True, True, True, False)):
-    """[dq, dk, dv, dbias], with None for each that is not needed. out and lse may come from torch's own forward pass.
-
-    torch saves no lse where q, k and v require no grad, though the bias may, and neither do graphs of torch.export.
-    """
+    """[dq, dk, dv, dbias], with None for each that is not needed. out and lse may come from torch's own forward pass,
+    which saves no lse where q, k and v require no grad, though the bias may."""
     _leave_if(dout is None)
     seen_k, seen_v, scale, window = _checked(q, k, v, scale, window)
     if lse is None or lse.shape[2] < q.shape[2]:
@@ -160,8 +158,7 @@ def sdpa_cudnn_backward(grad_out, query, key, value, out, logsumexp, philox_seed
 
 
 def _bias(attn_bias, query, is_causal):
-    """attn_bias, (Sq, Sk), (1, Sq, Sk) or (B, 1 or H, Sq, Sk), as a view of four dimensions, or None. A bias together
-    with is_causal stays with torch: scaled_dot_product_attention never gives both."""
+    """attn_bias, (Sq, Sk), (1, Sq, Sk) or (B, 1 or H, Sq, Sk), as a view of four dimensions, or None."""
     _leave_if(query.ndim != 4)
     if attn_bias is None:
         return None

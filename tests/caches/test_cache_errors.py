@@ -80,7 +80,7 @@ OF_PAGES = [
     (TypeError, dict(k_cache=randn(5, 2, 4, 16).half()), "q is torch.float32, k_cache is torch.float16"),
     (ValueError, dict(k_cache=randn(5, 2, 4, 16, device="meta"))),
     (ValueError, dict(q=randn(2, 4, 16)), "4D tensors: q is"),
-    (ValueError, dict(q=randn(2, 4, 3, 300)), "head_dim 300"),
+    (ValueError, dict(q=randn(2, 4, 3, 300)), "q and k_cache must have the same head_dim"),
     (ValueError, dict(v_cache=randn(5, 2, 4, 300)), "head_dim 300"),
     (ValueError, dict(q=randn(2, 4, 3, 8)), "q and k_cache must have the same head_dim"),
     (ValueError, dict(v_cache=randn(5, 2, 3, 16))),
