@@ -241,8 +241,8 @@ def _bits(mask_mod, index, grid, Q_LEN, KV_LEN, width):
 
 
 def _seen(mask_mod, index, grid, Q_LEN, KV_LEN, width):
-    """mask_mod over boxes (boxes, 64, width), their rows (boxes, 64) and their keys (boxes, width). Beyond the ends there
-    are copies of the last row and key: they change no state, and mask_mod is defined for them."""
+    """mask_mod over boxes (boxes, 64, width), their rows (boxes, 64) and their keys (boxes, width). Beyond the ends are
+    copies of the last row and key: they change no state, and mask_mod is defined for them."""
     _, heads, M, N = grid
     row, column = index // N, index % N
     rows, keys = (i[:, None] * size + torch.arange(size, device=index.device)

@@ -185,7 +185,7 @@ def check_shapes(fit, words, names=OWN, **tensors):
 
 
 def check_layout(layout, names=OWN, sizes=OWN, **tensors):
-    """TypeError unless these are dense tensors, ValueError unless they have this layout, with the sizes of dimensions."""
+    """TypeError unless these are dense tensors, ValueError unless they have this layout and these {dimension: size}."""
     for name, x in tensors.items():
         check_tensor(name, x)
         if x.ndim != layout.count(",") + 1 or sizes and any(x.shape[dim] != size for dim, size in sizes.items()):
@@ -485,7 +485,8 @@ def check_lengths(lengths, seq_lens, q, k, names=OWN):
     if not lengths.are_given:
         return lengths
     check_both(cu_seqlens_q=lengths.cu_seqlens_q, cu_seqlens_k=lengths.cu_seqlens_k)
-    check_shapes(not lengths.is_packed or q.ndim == 4, "with cu_seqlens_q, q, k and v must be packed, (1, H, T, D)", q=q)
+    check_shapes(q.ndim == 4 or not lengths.is_packed, "with cu_seqlens_q, q, k and v must be packed, (1, H, T, D)",
+                 q=q)
     check_samples(lengths, q, k.shape[-2], names)
     return lengths
 

@@ -1,5 +1,5 @@
-"""Formulas for torch.utils.flop_counter.FlopCounterMode. As those of scaled_dot_product_attention, they take no mask and
-no window into account. Lengths count where they can be read.
+"""Formulas for torch.utils.flop_counter.FlopCounterMode. Like those of scaled_dot_product_attention, they know no masks
+and no windows. Lengths count where they can be read.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""The functions of flash-attn, by their names and in the order of flash-attn 2, over flash_attention. What flash-attn 3,
-flash-attn 4 and vLLM add to them are keywords.
+"""The functions of flash-attn, by their names and in the order of flash-attn 2, over flash_attention. What flash-attn
+3, flash-attn 4 and vLLM add to them are keywords.
 """
 
 import inspect
@@ -259,7 +259,7 @@ def _attend_pages(names, q, k, v, given, block_table, page_table, max_seqlen_q, 
 
 
 def attend_rows(names, q, k_cache, v_cache, given, cache, append, k, v, out, return_attn_probs, *mask_and_backend):
-    """caches.attend_cached by flash-attn's layouts, which are checked. mask_and_backend: causal, window_size, backend."""
+    """caches.attend_cached by flash-attn's layouts, which are checked. mask_and_backend: its last arguments but names."""
     is_packed = given.cu_seqlens_q is not None
     check_out(out, k_cache.dtype, (*q.shape[:-1], v_cache.shape[-1]), q.device, q, k_cache, v_cache, given.sinks)
     result = attend_cached(heads_first(q, is_packed), k_cache.transpose(1, 2), v_cache.transpose(1, 2), given, cache,

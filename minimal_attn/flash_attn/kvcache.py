@@ -47,7 +47,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tens
         return_softmax_lse, return_lse: return (out, lse).
         out: of the result's shape and dtype, on q's device: the result is copied into it.
         k, v: (B, Sn, Hk, D), or with cu_seqlens_k_new (T, Hk, D), packed: new keys and values, as of
-            attention_with_kvcache. Without them cu_seqlens_k_new changes nothing, nor rotary_seqlens without rotary_cos.
+            attention_with_kvcache. Alone, cu_seqlens_k_new changes nothing, nor rotary_seqlens without rotary_cos.
         qv, q_descale, k_descale, v_descale: only their defaults are supported.
         scheduler_metadata, pack_gqa, sm_margin, ver, fa_version: change nothing.
         All others: as attention_with_kvcache.

@@ -38,8 +38,8 @@ def check_cache(q, k, v, lengths, cache, names=OWN, is_written=False):
         if x is not None:
             check_tensor_of(name, x, q.device, {"B": batch_size}, names)
     if cache.page_table is cache.batch_idx is None and not holds(k.shape[0] == batch_size):
-        check_shapes(False, "without cache_batch_idx and page_table, the cache must have as many sequences as there are "
-                     f"samples, {batch_size}", names, **tensors)
+        check_shapes(False, "without cache_batch_idx and page_table, the cache must have as many sequences as there "
+                     f"are samples, {batch_size}", names, **tensors)
     if cache.page_table is not None and is_known(cache.page_table.shape[0] == 0) and not is_known(batch_size == 0):
         raise ValueError(f"{names.get('page_table', 'page_table')} must have rows for cache_batch_idx to number, got "
                          f"{shown(cache.page_table)}")

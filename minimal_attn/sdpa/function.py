@@ -1,5 +1,5 @@
-"""torch.nn.functional.scaled_dot_product_attention, by its signature and its conventions, over flash_attention: a causal
-mask is aligned top-left, all leading dimensions broadcast, and masks have the name attn_mask.
+"""torch.nn.functional.scaled_dot_product_attention, by its signature and its conventions, over flash_attention: a
+causal mask is aligned top-left, all leading dimensions broadcast, and masks have the name attn_mask.
 """
 
 import math
