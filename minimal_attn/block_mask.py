@@ -219,11 +219,27 @@ def _assemble(states, mask_mod, Q_LEN, KV_LEN, num_bits, compile):
 
 
 def _evaluate(function, compile, mask_mod, index, grid, Q_LEN, KV_LEN, width):
-    """The results of _states or _bits for parts of index, which counts boxes of 64 rows and `width` keys in a grid
-    (Bm, Hm, M, ceil(KV_LEN / width))."""
-    for part in index.split(max(1, PART // (UNIT * width))):
-        if part.numel():
-            yield _run(function, compile, mask_mod, part, grid, Q_LEN, KV_LEN, width)
+    """The results of _states or _bits, by torch.compile if it can, for parts of index, which counts boxes of 64 rows
+    and `width` keys in a grid (Bm, Hm, M, ceil(KV_LEN / width))."""
+    global _can_compile
+    for part in index.split(max(1, PART // (UNIT * width))) if index.numel() else ():
+        args = mask_mod, part, grid, Q_LEN, KV_LEN, width
+        if compile and _can_compile and not is_compiling():
+            try:
+                yield _compiled(function)(*args)
+                continue
+            except Exception as error:  # one of mask_mod comes again below
+                _can_compile = False
+                warn(f"torch.compile fails, so block masks are built without it: {shown(error)}")
+        yield function(*args)
+
+
+@functools.cache
+def _compiled(function):
+    return torch.compile(function, dynamic=True)
+
+
+_can_compile = True  # until it fails
 
 
 def _states(*boxes):
@@ -303,26 +319,6 @@ def _units_of(blocks, name, Q_LEN, KV_LEN, BLOCK_SIZE):
     m, n = (torch.arange(-(-seqlen // UNIT), device=blocks.device) // (size // UNIT)
             for seqlen, size in zip((Q_LEN, KV_LEN), sizes))
     return blocks[:, :, m[:, None], n].contiguous()
-
-
-@functools.cache
-def _compiled(function):
-    return torch.compile(function, dynamic=True)
-
-
-_can_compile = True  # until it fails
-
-
-def _run(function, compile, *args):
-    """function(*args), by torch.compile if it can."""
-    global _can_compile
-    if compile and _can_compile and not is_compiling():
-        try:
-            return _compiled(function)(*args)
-        except Exception as error:  # one of mask_mod comes again below
-            _can_compile = False
-            warn(f"torch.compile fails, so block masks are built without it: {shown(error)}")
-    return function(*args)
 
 
 def _check_device(device):

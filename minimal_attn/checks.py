@@ -196,7 +196,7 @@ def check_layout(layout, names=OWN, sizes=OWN, **tensors):
 def check_apart(name, why="", **others):
     """ValueError if one of the others is given beside the argument of this name."""
     for other, x in others.items():
-        if not is_unset(x):
+        if x is not None and (isinstance(x, torch.Tensor) or x != 0):
             raise ValueError(f"{name} cannot be given with {other}{why}")
 
 
@@ -208,7 +208,7 @@ def check_needs(needed, is_given, **others):
 
 
 def check_both(**pair):
-    """ValueError if one of a pair of arguments is given without the other one."""
+    """ValueError if one of a pair is given without the other one."""
     x, y = pair.values()
     if (x is None) != (y is None):
         raise ValueError(f"{' and '.join(pair)} must both be given, or neither")
@@ -351,13 +351,6 @@ def _has_shape(shape, letters, sizes):
                                               for size, x in zip(shape, letters))
 
 
-def _shape_text(letters, sizes):
-    """(B, H) = (2, 4), as an error shows a shape."""
-    texts = ["(" + ", ".join(map(str, shape)) + ",)"[len(shape) > 1:]
-             for shape in (letters, [sizes.get(x, x) for x in letters])]
-    return " = ".join(dict.fromkeys(texts))
-
-
 def check_tensor_of(name, x, device, sizes=OWN, names=OWN, *, dtypes=None, shapes=None):
     """TypeError unless x is a dense tensor with a dtype of its row in TENSORS, ValueError unless it is on the device,
     of one of the shapes and as contiguous. sizes: of the letters. dtypes, shapes (also of numbers): for the row's."""
@@ -370,7 +363,9 @@ def check_tensor_of(name, x, device, sizes=OWN, names=OWN, *, dtypes=None, shape
             is_known(x.shape[-1] <= 1) or holds(x.stride(-1) == 1) if rule.strides == ROWS
             else not rule.strides or x.is_contiguous()):
         return
-    of_shape = f" of shape {' or '.join(_shape_text(shape, sizes) for shape in shapes)}" if shapes else ""
+    texts = (["(" + ", ".join(map(str, x)) + ",)"[len(x) > 1:] for x in (shape, [sizes.get(n, n) for n in shape])]
+             for shape in shapes)  # (B, H) = (2, 4)
+    of_shape = f" of shape {' or '.join(' = '.join(dict.fromkeys(x)) for x in texts)}" if shapes else ""
     strides = f" with strides {x.stride()}" if rule.strides else ""
     raise (ValueError if is_of_dtype else TypeError)(
         f"{called} must be {dtype_names(dtypes)}{of_shape}{rule.strides}, on {device}, got {shown(x)}{strides} on "
@@ -492,8 +487,7 @@ def check_lengths(lengths, seq_lens, q, k, names=OWN):
 
 
 def check_samples(lengths, q, total_k, names=OWN):
-    """Raise unless lengths fit q and total_k: the keys of each sample, or of all together in a packed batch. Serves
-    caches as well, whose cu_seqlens_k is None."""
+    """Raise unless lengths fit q and total_k: the keys of each sample, or of all together in a packed batch."""
     if lengths.is_packed:
         name, bounds = names.get("cu_seqlens_q", "cu_seqlens_q"), lengths.cu_seqlens_q
         check_tensor_of("cu_seqlens_q", bounds, q.device, names=names)
@@ -532,10 +526,14 @@ def check_index(name, x, size, whose, names=OWN):
 
 
 def check_seq_lens(seq_lens, q, k):
-    """seq_lens as an int32 tensor of shape (q.shape[0],) on q's device, if it fits q and k. To check the values of a
-    GPU tensor takes one small read, which is skipped while a CUDA graph is captured or torch.compile traces."""
+    """seq_lens as an int32 tensor of shape (q.shape[0],) on q's device, if it fits q and k."""
     seqlen = q.shape[-2]
     check_shapes(holds(seqlen == k.shape[-2]), "seq_lens needs equal lengths of q and k", q=q, k=k)
+
+    def check_lengths_in(lengths):
+        if any(n <= 0 or not holds(n <= seqlen) for n in lengths):
+            raise ValueError(f"seq_lens must be in 1..{seqlen}, got values from {min(lengths)} to {max(lengths)}")
+
     is_tensor = isinstance(seq_lens, torch.Tensor)
     if not is_tensor:
         try:
@@ -543,7 +541,7 @@ def check_seq_lens(seq_lens, q, k):
         except TypeError:
             raise TypeError("seq_lens must be integers, in a list or an int32 or int64 tensor, got "
                             f"{shown(seq_lens)}") from None
-        _check_range(lengths, seqlen)
+        check_lengths_in(lengths)
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
     device = seq_lens.device if seq_lens.device.type == "cpu" else q.device
     check_tensor_of("seq_lens", seq_lens, device, {"B": 1 if q.ndim == 3 else q.shape[0]})
@@ -551,24 +549,17 @@ def check_seq_lens(seq_lens, q, k):
         if not seq_lens.is_cuda:
             raise ValueError("seq_lens on the CPU cannot be copied while a CUDA graph is captured: pass a GPU tensor")
     elif is_tensor and can_read(seq_lens) and seq_lens.numel():
-        _check_range(torch.stack(seq_lens.aminmax()).tolist(), seqlen)
+        check_lengths_in(torch.stack(seq_lens.aminmax()).tolist())
     # Outside 0..2^31 only where the values could not be read: keep the wrap to 32 bits from making such a value valid.
     seq_lens = seq_lens.clamp(0, seqlen).to(device=q.device, dtype=torch.int32)
     return seq_lens.expand(q.shape[0]).contiguous()
-
-
-def _check_range(lengths, seqlen):
-    if any(n <= 0 or not holds(n <= seqlen) for n in lengths):
-        raise ValueError(f"seq_lens must be in 1..{seqlen}, got values from {min(lengths)} to {max(lengths)}")
 
 
 # Options.
 
 def is_top_left(causal_bias, q, k, name="attn_bias"):
     """Whether this CausalBias of torch, which the caller calls `name`, aligns its mask top-left, and not bottom-right.
-
-    ValueError unless it is for the rows of q and the keys of k.
-    """
+    ValueError unless it is for the rows of q and the keys of k."""
     shape = causal_bias.seq_len_q, causal_bias.seq_len_kv
     check_is(name, shape, same_sizes(shape, (q.shape[-2], k.shape[-2])),
              f"for {q.shape[-2]} rows and {k.shape[-2]} keys")
@@ -597,8 +588,7 @@ def check_attn_bias(attn_bias, q, k, lengths, name="attn_bias"):
 
 def check_dropout_seed(dropout_seed, q, num_samples):
     """dropout_seed, or one that torch draws if it is None, on q's device so that a CUDA graph draws anew each time.
-    ValueError unless it has one element, or behind it the four origins of each of so many samples (None: no origins),
-    of which those on the CPU are checked."""
+    ValueError unless it has one element, or behind it the four origins of each of num_samples (None: no origins)."""
     if dropout_seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     # Not a number: a CUDA graph would keep its value, and torch.compile would compile anew for each.
@@ -614,8 +604,8 @@ def check_dropout_seed(dropout_seed, q, num_samples):
 
 
 def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, is_whole=True):
-    """The Options of a call, of those that its caller gave, which are of any type and have no window yet; None as
-    softmax_scale is 1/sqrt(D). q and k are checked, and so are lengths unless k holds the keys of whole samples."""
+    """The Options of a call, of those that its caller gave, which are of any type and have no window yet. q and k are
+    checked, and so are lengths if not is_whole, when k is a cache."""
     check_number("causal", causal)
     for name in OPTION_NUMBERS:
         check_number(name, getattr(given, name))
@@ -669,14 +659,9 @@ def checked_options(given, q, k, causal, window_size, seq_lens=None, names=OWN, 
 
 
 def is_zero(x):
-    """Whether x, an option of which 0 is none, is a plain 0 and so needs no check. False equals 0, but has to be
-    checked. Defaults are ints, since torch.compile(dynamic=True) makes symbols of floats and then compiles twice."""
+    """Whether x is a plain 0, which needs no check, unlike False. Defaults are ints, since torch.compile(dynamic=True)
+    makes symbols of floats and then compiles twice."""
     return (type(x) is float or type(x) is int) and x == 0
-
-
-def is_unset(x):
-    """Whether an option is not given: None, or 0 of one for which 0 is none."""
-    return x is None or not isinstance(x, torch.Tensor) and x == 0
 
 
 def wants_gradient(x):
@@ -691,7 +676,7 @@ def is_transformed():
 
 def check_no_derivative(what, instead, forward_instead=None, *, has_backward=False, **tensors):
     """NotImplementedError if a caller wants a derivative that `what` does not have; with has_backward, only the forward
-    mode is missing. instead: a function that has it. forward_instead: one that has it in forward mode, if another."""
+    mode is missing. instead: what has it. forward_instead: what has it in forward mode, if that is something else."""
     for name, x in tensors.items():
         if wants_gradient(x) and not has_backward:
             raise NotImplementedError(f"{what} has no backward pass yet, but {name} requires grad: call it under "

@@ -164,7 +164,7 @@ class FlashMHA(nn.Module):
                 packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, key_padding_mask)
                 out = self.forward(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
                 return pad_input(out, indices, *x.shape[:2])
-            check_apart("attn_mask and key_padding_mask", ", which counts what key_padding_mask leaves",
+            check_apart("attn_mask and key_padding_mask", ": windows and chunks count what key_padding_mask leaves",
                         window_size=check_window_size(self.window_size) != NO_WINDOW,
                         attention_chunk=self.attention_chunk)
             x = x.masked_fill(~key_padding_mask[..., None], 0)  # what no position sees must be finite

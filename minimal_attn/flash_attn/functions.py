@@ -213,9 +213,7 @@ def check_out(out, dtype, shape, device, *inputs):
 
 def heads_first(x, is_packed):
     """x (B, S, H, D) or packed (T, H, D), as (B, H, S, D) or (1, H, T, D); None stays None."""
-    if x is None:
-        return None
-    return x.transpose(0, 1)[None] if is_packed else x.transpose(1, 2)
+    return None if x is None else x.transpose(0, 1)[None] if is_packed else x.transpose(1, 2)
 
 
 def _rows_first(result, is_packed, out, return_attn_probs):
@@ -233,20 +231,20 @@ def _attend(names, q, k, v, given, out, return_attn_probs, causal, window_size, 
     if out is not None:
         dtype = out_dtype(autocast(q.new_empty(0))[0].dtype)
         check_out(out, dtype, (*q.shape[:-1], v.shape[-1]), q.device, q, k, v, given.sinks)
-    q, k, v = heads_first(q, is_packed), heads_first(k, is_packed), heads_first(v, is_packed)
-    result = attend(q, k, v, given, causal, window_size, backend, max_seqlen_k=max_seqlen_k, names=names)
+    result = attend(*(heads_first(x, is_packed) for x in (q, k, v)), given, causal, window_size, backend,
+                    max_seqlen_k=max_seqlen_k, names=names)
     return _rows_first(result, is_packed, out, return_attn_probs)
 
 
 def _attend_pages(names, q, k, v, given, block_table, page_table, max_seqlen_q, num_splits, out, return_attn_probs,
                   *mask_and_backend):
     """flash_attn_varlen_func with a page table."""
-    function, of_table = names["function"], "page_table" if block_table is None else "block_table"
+    of_table = "page_table" if block_table is None else "block_table"
     table = one_of(names, block_table=block_table, page_table=page_table)
     check_layout("(T, H, D)", names, q=q)
     check_layout("(num_pages, page_size, Hk, D)", names, k=k, v=v)
     if check_number("dropout_p", given.dropout_p) > 0:
-        raise NotImplementedError(f"{function}: dropout_p is not supported with {of_table}, only 0 is")
+        raise NotImplementedError(f"{names['function']}: dropout_p is not supported with {of_table}, only 0 is")
     names = {**names, "k_cache": "k", "v_cache": "v", "page_table": of_table}
     if given.cu_seqlens_k is not None:
         check_apart("cu_seqlens_k", f", beside {of_table}: each says how many keys a sample has",
@@ -259,7 +257,7 @@ def _attend_pages(names, q, k, v, given, block_table, page_table, max_seqlen_q, 
 
 
 def attend_rows(names, q, k_cache, v_cache, given, cache, append, k, v, out, return_attn_probs, *mask_and_backend):
-    """caches.attend_cached by flash-attn's layouts, which are checked. mask_and_backend: its last arguments but names."""
+    """caches.attend_cached by flash-attn's layouts, which are checked. mask_and_backend: what follows v there."""
     is_packed = given.cu_seqlens_q is not None
     check_out(out, k_cache.dtype, (*q.shape[:-1], v_cache.shape[-1]), q.device, q, k_cache, v_cache, given.sinks)
     result = attend_cached(heads_first(q, is_packed), k_cache.transpose(1, 2), v_cache.transpose(1, 2), given, cache,

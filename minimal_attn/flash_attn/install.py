@@ -39,11 +39,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module):
         source = MODULES[module.__name__]
-        module.__doc__ = source.__doc__
-        module.__version__ = VERSION
-        module.__dict__.update({name: getattr(source, name) for name in ("__all__", *source.__all__)})
-        if hasattr(source, "__getattr__"):
-            module.__getattr__ = source.__getattr__
+        names = "__doc__", "__getattr__", "__all__", *source.__all__
+        module.__dict__.update({name: getattr(source, name) for name in names}, __version__=VERSION)
 
     def find_distributions(self, context=importlib.metadata.DistributionFinder.Context()):
         if context.name is None or re.sub(r"[-_.]+", "-", context.name).lower() == "flash-attn":

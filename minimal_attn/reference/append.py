@@ -90,8 +90,9 @@ def _check_rotary(k, batch_size, append):
     check_tensor_of("rotary_sin", sin, k.device, dtypes=(k.dtype,), shapes=(cos.shape,))
     rotary_dim = 2 * cos.shape[1]
     check_shapes(not is_known(cos.shape[0] == 0) and holds(rotary_dim % ROTARY_STEP == 0) and holds(rotary_dim > 0)
-                 and holds(rotary_dim <= k.shape[-1]), f"rotary_cos must have a position and {ROTARY_STEP // 2} columns "
-                 f"or a multiple of them, up to half of the head_dim {k.shape[-1]}", rotary_cos=cos)
+                 and holds(rotary_dim <= k.shape[-1]), "rotary_cos must have a position, and "
+                 f"{ROTARY_STEP // 2} columns or a multiple of them up to half of the head_dim {k.shape[-1]}",
+                 rotary_cos=cos)
     if append.rotary_seqlens is not None:
         check_tensor_of("rotary_seqlens", append.rotary_seqlens, k.device, {"B": batch_size})
 

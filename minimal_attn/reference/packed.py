@@ -114,8 +114,7 @@ def _clamped(size, limit):
 
 
 # These two are ops, since torch.compile would make atomics of what is in the second one, and Dynamo of torch 2.11 loses
-# the gradient of an autograd.Function around it. Each is the derivative of the other. Second derivatives so reach a
-# kernel, whose error says that it has none.
+# the gradient of an autograd.Function around it. Each is the derivative of the other.
 @torch.library.custom_op("minimal_attn::take_rows", mutates_args=())
 def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """x (T, ...) at the rows (N,): (N, ...), contiguous."""
@@ -125,20 +124,16 @@ def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
 @torch.library.custom_op("minimal_attn::add_rows", mutates_args=())
 def _add_rows(parts: Tensor, rows: Tensor, total: int) -> Tensor:
     """(total, ...) of parts (N, ...): the sum of those for each of the rows (N,)."""
-    dtype = torch.promote_types(parts.dtype, torch.float32)
-    sums = parts.new_zeros(total, *parts.shape[1:], dtype=dtype)
+    wide = parts.to(torch.promote_types(parts.dtype, torch.float32))
+    sums = wide.new_zeros(total, *parts.shape[1:])
     # Each device takes the function that adds in a fixed order: index_add_ has atomics on a GPU, index_put_ on the CPU.
-    if parts.is_cuda:
-        sums.index_put_((rows,), parts.to(dtype), accumulate=True)
-    else:
-        sums.index_add_(0, rows, parts.to(dtype))
+    sums.index_put_((rows,), wide, accumulate=True) if parts.is_cuda else sums.index_add_(0, rows, wide)
     return sums.to(parts.dtype)
 
 
 def _save_rows(ctx, inputs, output):
-    x, rows, *_ = inputs
-    ctx.save_for_backward(rows)
-    ctx.total = x.shape[0]
+    ctx.save_for_backward(inputs[1])
+    ctx.total = inputs[0].shape[0]
 
 
 _take_rows.register_fake(lambda x, rows: x.new_empty(*rows.shape, *x.shape[1:]))

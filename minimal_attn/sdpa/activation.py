@@ -19,7 +19,6 @@ from .. import _build
 from .aten import OPS
 
 NAME = "minimal_attn"  # in torch's registry
-
 _lock = threading.RLock()
 _kept = deque(maxlen=16 * len(OPS))  # the last kernels: a call in another thread may still be in one that was removed
 
@@ -54,8 +53,7 @@ def deactivate() -> None:
 
 @contextlib.contextmanager
 def activated() -> Iterator[None]:
-    """activate within a with statement, for the whole process as well. At its end, what was active before it is active
-    again. They may be nested. RuntimeError as activate."""
+    """activate within a with statement, for the whole process as well. At its end, what was active before is active."""
     with _lock:
         before = current_flash_attention_impl()
         activate()

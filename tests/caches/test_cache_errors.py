@@ -198,7 +198,7 @@ VARLEN = [
     (ValueError, dict(q=randn(1, 9, 4, 32)), r"flash_attn_varlen_func: q must be \(T, H, D\)"),
     (ValueError, dict(k=randn(9, 2, 32)), r"flash_attn_varlen_func: k must be \(num_pages, page_size, Hk, D\)"),
     (ValueError, dict(cu_seqlens_q=None)),
-    (ValueError, dict(cu_seqlens_k=one(0, 9, 14, 47)), "cu_seqlens_k cannot be given with seqused_k, beside block_table"),
+    (ValueError, dict(cu_seqlens_k=one(0, 9, 14, 47)), "cu_seqlens_k cannot be given with seqused_k, beside"),
     (TypeError, dict(seqused_k=None, cu_seqlens_k=torch.tensor([0, 9, 14, 47])), "cu_seqlens_k must be int32"),
     (ValueError, dict(seqused_k=None, cu_seqlens_k=one(0, 9, 14)), "entries of cu_seqlens_k must be int32"),
     (ValueError, dict(seqused_k=None, cu_seqlens_k=one(0, 9, 8, 12)),

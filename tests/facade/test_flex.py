@@ -97,7 +97,7 @@ assert "torch.nn.attention.flex_attention" not in sys.modules
     (TypeError, "score_mod must be a function of score, b, h, q_idx and kv_idx, or None, got 3", dict(score_mod=3)),
     (ValueError, r"same number of heads, unless enable_gqa=True: .* key is \(2, 2, 150, 16\)", dict(heads_k=2)),
     (ValueError, "the number of query heads must be a multiple", dict(heads_k=3, enable_gqa=True)),
-    (ValueError, "return_aux cannot be given with return_lse", dict(return_lse=True, return_aux=torch_flex.AuxRequest())),
+    (ValueError, "cannot be given with return_lse", dict(return_lse=True, return_aux=torch_flex.AuxRequest())),
     (TypeError, "return_aux must be None or torch's AuxRequest, got True", dict(return_aux=True)),
     (ValueError, "block_mask must .* broadcasts to .* rows, keys", dict(
         block_mask=torch_flex.create_block_mask(mask_mod, B, None, SQ, SK + 1, "cpu"))),
