@@ -1,7 +1,5 @@
-"""Caches of keys and values, as models that generate text have them: the facade of attention and of appending.
-
-A cache is one tensor of many sequences, or a pool of pages that a table gives to samples (Kwon et al., PagedAttention,
-2023, section 4).
+"""The facade of caches of keys and values: one tensor of many sequences, or a pool of pages that a table gives to
+samples (Kwon et al., PagedAttention, 2023, section 4).
 """
 
 from torch import Tensor

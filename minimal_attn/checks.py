@@ -1,12 +1,10 @@
 """The checks of all arguments, made once, where a caller's arguments enter, so that all backends refuse alike.
 
 NUMBERS and TENSORS have a row for each argument: what it may be. check_number and check_tensor_of compare an argument
-with its row. check_is, check_range, check_shapes, check_apart and check_needs word the other faults, and the functions
-below them compare arguments with each other. Each error names the argument as its caller does (`names` has what a
-caller calls our arguments, where that is another name), what was given and what is allowed. What is no dense tensor or
-of a wrong type or dtype is a TypeError, and everything else a ValueError.
-
-Values of tensors are checked where that needs no wait for a GPU. Kernels clamp all others to what there is.
+with its row, and one function words each other kind of fault. Each error names the argument as its caller does (`names`
+has what a caller calls our arguments, where that is another name), what was given and what is allowed. What is no dense
+tensor or of a wrong type or dtype is a TypeError, and everything else a ValueError. Values of tensors are checked where
+that needs no wait for a GPU. Kernels clamp all others to what there is.
 """
 
 import itertools
@@ -688,10 +686,10 @@ def check_no_derivative(what, instead, forward_instead=None, *, has_backward=Fal
 
 def check_fp8(q):
     """RuntimeError if q is fp8 and its GPU has no tensor cores for that."""
-    if q.dtype in FP8_DTYPES and q.is_cuda and torch.version.cuda:
-        if torch.cuda.get_device_capability(q.device) < (8, 9):
-            raise RuntimeError(f"{q.dtype} needs a GPU with fp8 tensor cores, that is from compute capability 8.9 on; "
-                               f"{torch.cuda.get_device_name(q.device)} has none")
+    if (q.dtype in FP8_DTYPES and q.is_cuda and torch.version.cuda
+            and torch.cuda.get_device_capability(q.device) < (8, 9)):
+        raise RuntimeError(f"{q.dtype} needs a GPU with fp8 tensor cores, that is from compute capability 8.9 on; "
+                           f"{torch.cuda.get_device_name(q.device)} has none")
 
 
 # Matrices.
@@ -707,10 +705,8 @@ def check_matmul(a, b, block_m, block_n, block_k):
                  b=b)
     blocks = {"block_m": (block_m, a.shape[0]), "block_n": (block_n, b.shape[1]), "block_k": (block_k, a.shape[1])}
     for name, (block, size) in blocks.items():
-        if block is None:
-            continue
         limit = max(16, (size + 15) // 16 * 16)
-        check_is(name, block, type(block) is int and 16 <= block <= limit and not block & (block - 1),
+        check_is(name, block, block is None or type(block) is int and 16 <= block <= limit and not block & (block - 1),
                  f"a power of two from 16 to {limit}, the dimension {size} rounded up to a multiple of 16")
     if None not in (block_m, block_n, block_k):
         check_tile(a.dtype, block_m=block_m, block_n=block_n, block_k=block_k)

@@ -265,7 +265,7 @@ MUTANTS = [
      "q_advances=causal", APPEND + " -k 'attention_against and not triton'"),
     ("minimal_attn/caches.py", "new_keys_are_not_seen", "options._replace(seqused_k=seqused_k)", "options",
      APPEND + " -k 'attention_against and not triton'"),
-    ("minimal_attn/checks.py", "right_bound_of_causal", "right = 0 if causal else right", "right = right",
+    ("minimal_attn/checks.py", "right_bound_of_causal", "bias = 0 if causal else right,", "bias = right,",
      KV + " -k 'against_a_loop and not triton'"),
     ("minimal_attn/reference/tree_mask.py", "tree_of_65_tokens", "holds(seqlen <= MAX_TOKENS):",
      "holds(seqlen <= MAX_TOKENS + 1):", CACHE_ERRORS + " -k tree_mask"),

@@ -85,8 +85,7 @@ _host_forward_cached = over_gathered(_forward)
 
 
 def can_read_cache(q, *caches):
-    """Whether backend="cuda" serves the dtype of q, and the head_dims, strides and, unless torch.compile traces,
-    addresses of q and of caches that are read."""
+    """Whether "cuda" serves q's dtype, and head_dims, strides and addresses of q and of caches that are read."""
     return not q.is_cuda or q.dtype in ON_TENSOR_CORES and (not caches or all(map(is_aligned, (q, *caches))))
 
 
@@ -153,19 +152,17 @@ class force_kernel:
 
     It is "simt", "sm80", "sm90" or "dmma", from this call on, or inside a with statement: with force_kernel("sm80"):
     ... With None, it is chosen for each call again. It is forced for the whole process, so use one thread at a time.
-    Forward and backward passes obey what is forced when they run; which_kernel says whose gradients a kernel has. A
-    call that it cannot serve raises ValueError. Attention to caches never does: with "sm90", or if none is forced, it
-    has Hopper's kernels for samples with many rows, else decode.cu alone. With backend="auto", float8 still takes
-    "triton", and CPU tensors always use the host build. With torch.compile, put the with statement around the compiled
-    function. The environment variable MINIMAL_ATTN_KERNEL forces a kernel from the time when csrc is loaded.
+    Forward and backward passes obey what is forced when they run. A call that it cannot serve raises ValueError.
+    Attention to caches never does: with "sm90", or if none is forced, it has Hopper's kernels for samples with many
+    rows, else decode.cu alone. float8 and CPU tensors do not change. With torch.compile, put the with statement around
+    the compiled function. The environment variable MINIMAL_ATTN_KERNEL forces a kernel when csrc is loaded.
 
     Raises:
         ValueError: there is no such kernel. RuntimeError: the extension cannot be built or loaded.
     """
 
     def __init__(self, kernel: str | None):
-        check_choice("kernel", kernel, (None, *_build.GPU_KERNELS))
-        self._kernel = kernel
+        self._kernel = check_choice("kernel", kernel, (None, *_build.GPU_KERNELS))
         self._before = _build.load().force_kernel(kernel)
 
     def __enter__(self):

@@ -58,8 +58,8 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0, softm
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(_names, s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks)
     given = Options(None, None, None, None, sinks, alibi_slopes, None, softmax_scale, softcap, -1, -1, attention_chunk,
-                    dropout_p, dropout_seed, False, *NO_BLOCK_MASK, deterministic, True, q_descale, k_descale, v_descale,
-                    None, return_lse)
+                    dropout_p, dropout_seed, False, *NO_BLOCK_MASK, deterministic, True, q_descale, k_descale,
+                    v_descale, None, return_lse)
     if out is qv is score_mod is mask_mod is aux_tensors is None:
         result = fast_path(q, k, v, given, causal, window_size, backend, True)
         if result is not None:

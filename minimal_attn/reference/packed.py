@@ -40,11 +40,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The reverse of unpad_input (flash_attn.bert_padding): (batch, seqlen, ...), 0 where nothing was valid.
 
-    Args:
-        hidden_states: (T, ...).
-        indices: int64 (T,) on its device, as of unpad_input.
-        batch, seqlen: sizes of the padded batch, ints from 0 on.
-
+    hidden_states: (T, ...). indices: int64 (T,) on its device, as of unpad_input. batch, seqlen: ints from 0 on.
     TypeError: what is no dense tensor, indices that are not int64, or a size that is no int. ValueError: a wrong shape,
     size or device, or more rows than the padded batch has.
     """

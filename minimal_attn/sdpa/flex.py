@@ -38,8 +38,7 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Callabl
         in which max_scores is like lse.
 
     Raises:
-        TypeError: return_aux of another type. ValueError: other sizes, also of block_mask, or return_lse together with
-        return_aux. Otherwise as flash_attention.
+        As flash_attention. TypeError: return_aux of another type. ValueError: return_lse together with return_aux.
     """
     if return_aux is not None:
         check_apart("return_aux", return_lse=return_lse)

@@ -20,8 +20,8 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
 
     Args:
         query: (..., Sq, D); key: (..., Sk, D); value: (..., Sk, Dv). Any number of leading dimensions, which broadcast
-            among the three. The last of them is that of the heads. Only several batch dimensions that broadcast in part
-            are copied. Dtypes and head dimensions are those of flash_attention.
+            among the three, the last one that of the heads. Only several batch dimensions that broadcast in part are
+            copied. Dtypes and head dimensions are those of flash_attention.
         attn_mask: broadcastable to (..., Sq, Sk). bool: True where a key takes part. Otherwise it is added to the
             scores: of query's dtype or float32. Differentiable. Or a causal bias of torch.nn.attention.bias for Sq
             rows and Sk keys, of which no mask is formed. Not together with is_causal.
@@ -37,8 +37,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
         (..., Sq, Dv) in query's dtype, or in autocast's. Rows that see no key are 0.
 
     Raises:
-        TypeError: what is no dense tensor, a wrong dtype or an argument of the wrong type. ValueError: shapes that do
-        not fit, or attn_mask together with is_causal. Otherwise as flash_attention.
+        As flash_attention. ValueError: shapes that do not fit, or attn_mask together with is_causal.
     """
     for name, x in {"query": query, "key": key, "value": value}.items():
         check_tensor(name, x)
