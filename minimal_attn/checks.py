@@ -159,7 +159,7 @@ def dtype_names(dtypes):
     return f"{', '.join(names)} or {last}" if names else last
 
 
-# The kinds of faults.
+# Kinds of faults.
 
 def check_is(name, x, is_it, words, error=ValueError):
     """The error unless x, which its caller calls `name`, is what the words say."""
@@ -300,12 +300,13 @@ def check_tensor(name, x):
         got = f"{shown(x)}: torch.nested.to_padded_tensor makes it dense" if x.is_nested else x.layout
         wrong = f"a dense tensor, got {got}"
     elif kind in (torch.Tensor, torch.nn.Parameter) or (
-            kind.__name__ in DISPATCHED and kind.__module__.startswith("torch.")) or not (
-            is_causal_bias(x) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__):
+            kind.__name__ in DISPATCHED and kind.__module__.startswith("torch.")):
         return
-    else:
+    elif is_causal_bias(x) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         instead = ": x.to_local() gives that of this rank" if kind.__name__ == "DTensor" else ""
         wrong = f"a plain tensor, got {kind.__name__}, a subclass whose memory is not its value{instead}"
+    else:
+        return
     raise TypeError(f"{name} must be {wrong}")
 
 
@@ -349,6 +350,19 @@ def _has_shape(shape, letters, sizes):
                                               for size, x in zip(shape, letters))
 
 
+def _lies(x, strides):
+    if strides == ROWS:
+        return is_known(x.shape[-1] <= 1) or holds(x.stride(-1) == 1)
+    return not strides or x.is_contiguous()
+
+
+def _shape_text(letters, sizes):
+    """(B, H) = (2, 4), as an error shows a shape."""
+    texts = ["(" + ", ".join(map(str, shape)) + ",)"[len(shape) > 1:]
+             for shape in (letters, [sizes.get(x, x) for x in letters])]
+    return " = ".join(dict.fromkeys(texts))
+
+
 def check_tensor_of(name, x, device, sizes=OWN, names=OWN, *, dtypes=None, shapes=None):
     """TypeError unless x is a dense tensor with a dtype of its row in TENSORS, ValueError unless it is on the device,
     of one of the shapes and as contiguous. sizes: of the letters. dtypes, shapes (also of numbers): for the row's."""
@@ -356,14 +370,10 @@ def check_tensor_of(name, x, device, sizes=OWN, names=OWN, *, dtypes=None, shape
     check_tensor(called, x)
     dtypes, shapes = dtypes or rule.dtypes, shapes or rule.shapes
     is_of_dtype = x.dtype in dtypes
-    if is_of_dtype and x.device == device and (
-            not shapes or any(_has_shape(x.shape, shape, sizes) for shape in shapes)) and (
-            is_known(x.shape[-1] <= 1) or holds(x.stride(-1) == 1) if rule.strides == ROWS
-            else not rule.strides or x.is_contiguous()):
+    if (is_of_dtype and x.device == device and _lies(x, rule.strides)
+            and (not shapes or any(_has_shape(x.shape, shape, sizes) for shape in shapes))):
         return
-    texts = (["(" + ", ".join(map(str, x)) + ",)"[len(x) > 1:] for x in (shape, [sizes.get(n, n) for n in shape])]
-             for shape in shapes)  # (B, H) = (2, 4)
-    of_shape = f" of shape {' or '.join(' = '.join(dict.fromkeys(x)) for x in texts)}" if shapes else ""
+    of_shape = f" of shape {' or '.join(_shape_text(shape, sizes) for shape in shapes)}" if shapes else ""
     strides = f" with strides {x.stride()}" if rule.strides else ""
     raise (ValueError if is_of_dtype else TypeError)(
         f"{called} must be {dtype_names(dtypes)}{of_shape}{rule.strides}, on {device}, got {shown(x)}{strides} on "
