@@ -193,8 +193,7 @@ def backend_name(backend, q, *others, options=Options()):
 
 
 def attend(q, k, v, given, causal, window_size, backend, seq_lens=None, max_seqlen_k=None, names=OWN):
-    """flash_attention without its fast path. given: the Options of its caller, not checked, of which checked_options
-    says more. names: what the caller calls arguments, as in checks.py."""
+    """flash_attention without its fast path. given: as of checked_options. names: as in checks.py."""
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v, names=names)
     name = backend_name(backend, q, k, v, *given.differentiable, options=given)

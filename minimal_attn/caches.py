@@ -81,8 +81,8 @@ def attention_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_
 
 
 def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, window_size, backend, names=OWN):
-    """attention_with_kvcache of what its caller gave, as Options, Cache and those fields of Append that are not in the
-    other two. names: what the caller calls arguments, as in checks.py, and this function."""
+    """attention_with_kvcache of what its caller gave. append: those of its fields that are not in given and cache.
+    names: as in checks.py, and what the caller calls this function."""
     q, k, v = _autocast(k_cache, q, k, v)
     check_cached(q, k_cache, v_cache, given.lengths, cache, names)
     chosen = _backend_of(backend, lambda: can_read_cache(q, k_cache, v_cache), q, k_cache, v_cache, given.sinks)

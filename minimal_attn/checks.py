@@ -425,8 +425,7 @@ def check_head_dim(head_dim, of=""):
 
 
 def check_fit(tensors, names=OWN, is_cached=False):
-    """ValueError unless the shapes of {name: x} of q, k and v fit together: those of a cache have 4 dimensions, and
-    samples of their own."""
+    """ValueError unless the shapes of q, k and v, {name: x}, fit together. A cache is 4D, with samples of its own."""
     q, k, v = tensors.values()
     if not q.ndim == k.ndim == v.ndim or q.ndim != 4 and (is_cached or q.ndim != 3):
         fault = "Expected 4D tensors" if is_cached else "Expected 3D or 4D tensors, all alike"
@@ -463,8 +462,7 @@ def check_sizes(q, seqlen_k):
 # Windows and lengths.
 
 def check_window_size(window_size):
-    """window_size as a tuple of two ints: it is a tuple or a list of two ints or Nones, or an array or a tensor of two
-    ints, which the host reads, all at least -1."""
+    """window_size as a tuple of two ints. It may be a tuple or list of ints or Nones, an array or a tensor of ints."""
     pair = window_size
     if isinstance(pair, torch.Tensor):
         check_tensor("window_size", pair)

@@ -53,8 +53,7 @@ HINTS = {ast.If: "write torch.where", ast.IfExp: "write torch.where", ast.BoolOp
 
 
 class _Reader:
-    """Statements and expressions of one function, as nodes of a Graph. captured: what its names mean, of which used has
-    those that the graph depends on."""
+    """The statements of a function, as nodes of a Graph, which depends on those captured that are used."""
 
     def __init__(self, definition, file, captured):
         self.graph, self.file, self.captured, self.used = Graph(), file, captured, {}

@@ -88,8 +88,7 @@ def register(forward, backward, run, backend):
 
 @functools.cache
 def register_csrc(run=None):
-    """Register csrc's ops. Call it once, after the library that defines them is loaded. run: a function that the
-    backward pass calls in place of the op flash_backward."""
+    """Register csrc's ops, once they are loaded. run: what the backward pass calls in place of flash_backward."""
     torch.library.register_fake("minimal_attn::flash_decode", lambda q, k, v, *options, **more: empty_outputs(q, v))
     torch.library.register_fake("minimal_attn::append_kvcache", append_shapes)
     register_flops("flash_decode", decode_flops)

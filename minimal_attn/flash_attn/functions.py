@@ -135,8 +135,7 @@ def _parameters(function, *hidden):
 
 
 def _passes_on_to(whole, *replaced):
-    """Decorator of a function that passes its *args and **keywords on to `whole`, which its signature lists: those of
-    `whole` without the replaced ones."""
+    """Decorator of a function whose *args and **keywords are the parameters of `whole` without the replaced ones."""
     def decorate(function):
         parameters = *_parameters(function, "args", "keywords"), *_parameters(whole, "_names", *replaced)
         function.__signature__ = inspect.Signature(parameters, return_annotation=Result)

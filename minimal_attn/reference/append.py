@@ -16,8 +16,8 @@ ROTARY_STEP = 16  # rotary_dim is a multiple of it, as in flash-attn
 
 
 def check_append(k, v, k_cache, v_cache, append, names=OWN):
-    """Raise unless the rows k (B, Hk, Sn, D), or packed (1, Hk, T, D), and v fit into the caches, and the rest of
-    append, whose q is checked, fits them. check_dtype follows."""
+    """Raise unless the rows k (B, Hk, Sn, D), or packed (1, Hk, T, D), v and append, whose q is checked, fit into the
+    caches. check_dtype follows."""
     seqused_k = names.get("seqused_k", "seqused_k")
     if append.seqused_k is None:
         raise ValueError(f"{seqused_k} must be given with new keys, which go to the places from {seqused_k} on")

@@ -46,8 +46,7 @@ def check_cache(q, k, v, lengths, cache, names=OWN, is_written=False):
 
 
 def check_rows(names=OWN, is_written=False, **caches):
-    """ValueError unless the last dimension of each cache is contiguous, or if one is written whose elements share
-    memory, so that a row is not written alone."""
+    """ValueError unless the last dimension of each cache is contiguous, or if elements share memory that is written."""
     for name, x in caches.items():
         called, strides = names.get(name, name), x.stride()
         check_is(called, strides, holds(strides[-1] == 1), "of strides that end with 1, since no cache is copied")

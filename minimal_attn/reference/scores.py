@@ -28,8 +28,7 @@ def positions(seqlen_q, seqlen_k, lengths, device):
 
 
 def visible_keys(seqlen_q, seqlen_k, options, device):
-    """Which keys a row of a padded batch sees: bool, broadcastable to (B, H, Sq, Sk), or None when every row sees every
-    key."""
+    """Which keys a row of a padded batch sees: bool, broadcastable to (B, H, Sq, Sk), or None if all see all."""
     (left, right), seqused_q, seqused_k = options.window, options.seqused_q, options.seqused_k
     if options.mask == NO_MASK and seqused_q is seqused_k is None:
         return None
@@ -48,8 +47,7 @@ def visible_keys(seqlen_q, seqlen_k, options, device):
 
 
 def as_attn_mask(q, k, options, visible):
-    """SDPA's attn_mask of ALiBi, attn_bias, a block mask and visible keys: None, bool or float, broadcastable to
-    (B, H, Sq, Sk)."""
+    """SDPA's attn_mask of ALiBi, attn_bias, a block mask and visible keys, broadcastable to (B, H, Sq, Sk), or None."""
     if options.mask_units is not None:
         dense = dense_of(options.mask_units, options.mask_bits, q.shape[2], k.shape[2])
         visible = dense if visible is None else dense & visible
@@ -92,8 +90,7 @@ def with_score_mod(scores, score_mod):
 
 
 def without_repeats(x):
-    """x with one of each of its repeats: a view of size 1 along dimensions that are expanded. One that requires grad
-    stays, since the gradient of a slice is filled up with zeros."""
+    """x, of size 1 along dimensions that are expanded. One that requires grad stays: slices have large gradients."""
     if wants_gradient(x):
         return x
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride())):

@@ -38,9 +38,8 @@ def _check_tokens(seqlen):
 
 
 def check_tree_mask(tree_mask, q, causal, others):
-    """The words (B, Sq) of tree_mask, bool or words, as attention_with_kvcache describes it, contiguous in their last
-    dimension. q (B, H, Sq, D) is checked. NotImplementedError together with one of the others, {name of an
-    argument: (whether it is given, what to do instead)}."""
+    """The words (B, Sq) of tree_mask, contiguous in their last dimension, for q (B, H, Sq, D), which is checked.
+    others: {name of an argument that cannot be given with it: (whether it is given, what to do instead)}."""
     check_tensor("tree_mask", tree_mask)
     check_apart("tree_mask", ", whose place it takes", causal=causal)
     for name, (is_given, instead) in others.items():
