@@ -71,7 +71,8 @@ def _matched(query, key, value, enable_gqa):
     """(leading, heads_k, key, value): the leading dimensions of the result, batch and heads, the number of key/value
     heads, and key and value, repeated if they alone have different numbers of heads."""
     given, ndim = dict(query=query, key=key, value=value), min(query.ndim, key.ndim, value.ndim)
-    check_shapes(ndim > 1, "query, key and value must have at least 2 dimensions", **given)
+    if ndim < 2:
+        check_shapes(False, "query, key and value must have at least 2 dimensions", **given)
     heads, heads_k, heads_v = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value))
     if enable_gqa:
         check_shapes(ndim > 2 and not any(is_known(n == 0) or not holds(heads % n == 0) for n in (heads_k, heads_v)),
