@@ -167,6 +167,7 @@ def gradients(dout, q, out, lse, k, v, attention):
         sums.clear()
 
     with SideStreams(q.device) as side, ExitStack() as at_end:
+        at_end.callback(end_sums)  # after an error, too: until then, memory of peers serves nothing else
         for heads, *keys in gathered(k, v, groups, shards, peers):
             of_q = query_heads(heads, q.shape[1], k.shape[1])
             tensors = *(x[:, of_q] for x in (dout, q, out, lse)), *keys, dq[:, of_q]
@@ -174,12 +175,8 @@ def gradients(dout, q, out, lse, k, v, attention):
             of_calls = side.run(write_dq, [(of_heads, call, *tensors) for call in calls])
             side.join()
             end_sums()  # which came in while this group was computed
-            for some, total in begin_sums(heads, of_calls, k, v, shards, parts, peers):
-                sums.append((some, total))
-                if peers:  # after an error, too, this memory serves nothing else until then
-                    at_end.callback(total.work.wait)
-            del keys, tensors, of_calls, total  # their memory serves the next groups
-    end_sums()
+            sums.extend(begin_sums(heads, of_calls, k, v, shards, parts, peers))
+            del keys, tensors, of_calls  # their memory serves the next groups
     return dq, dk, dv
 
 
