@@ -305,7 +305,7 @@ MUTANTS = [
     ("minimal_attn/distributed/layout.py", "late_chunks_not_reversed", "torch.cat((early, late.flip(0)))",
      "torch.cat((early, late))", SHARDS + " -k shards_are"),
     ("minimal_attn/distributed/ring.py", "ring_turns_the_other_way", "yield (shards.rank - step)",
-     "yield (shards.rank + step)", RANKS + " -k 'three_and_four'"),
+     "yield (shards.rank + step)", RANKS + " -k 'results_are and ring'"),
     ("minimal_attn/distributed/ring.py", "ring_gradients_arrive_late", "dkv += arriving.wait()", "arriving.wait()",
      RANKS + " -k 'results_are and ring'"),
     ("minimal_attn/distributed/all_gather.py", "rows_without_document_unwritten", "        out.zero_()  # as",

@@ -90,7 +90,7 @@ FEATURES = [
     Case("softcap", softcap=2.0, causal=True),
     Case("Dv", Dv=8, causal=True),
 ]
-# Chunks that begin at a multiple of 16 rows, or not, and documents that begin anywhere in them.
+# Chunks that begin at a multiple of 16 rows, or not, documents that begin anywhere in them, and other numbers of ranks.
 ODD_CHUNKS = [
     Case("documents_over_chunks", bounds=(0, 3, 40, 93), S=96, causal=True),
     Case("documents_of_one", bounds=(0, 1, 2, 3, 8, 19, 20), S=24),
@@ -100,6 +100,7 @@ ODD_CHUNKS = [
     Case("one_of_four", size=4, H=8, Hk=4, S=75, B=2),
     Case("alone", size=1, S=21, bounds=(0, 5, 21)),
     Case("four_documents", size=4, H=4, Hk=4, S=100, causal=True, bounds=(0, 7, 40, 40, 99)),
+    Case("window_of_four", size=4, Hk=4, S=128, window=(11, 6)),
 ]
 
 
@@ -190,17 +191,6 @@ def test_results_are_those_of_one_process(four, method, dropout_p):
                         dropout_p=dropout_p))
 
 
-def test_results_on_three_and_four_ranks(four):
-    check(four, [
-        *of_methods(Case("causal", size=4, Hk=4, S=61, causal=True)),
-        *of_methods(Case("window", size=4, Hk=4, S=64, window=(11, 6))),
-        *of_methods(Case("documents", size=4, H=8, Hk=4, S=64, causal=True, bounds=(0, 7, 40, 59))),
-        *of_methods(Case("causal", size=3, H=6, Hk=3, S=50, causal=True, sinks=True)),
-        *of_methods(Case("one_head", size=3, H=4, Hk=1, S=30, causal=True, B=2), ["all_gather", "ring"]),
-        *of_methods(Case("alone", size=1, S=21, causal=True, sinks=True), ["all_gather", "auto"]),
-    ])
-
-
 def compare_in_groups(cases):
     """compare, with heads that are gathered in several groups, and with pieces that have calls of their own, as large
     ones are."""
@@ -219,7 +209,7 @@ def test_results_of_heads_in_groups(four):
     """There are 2 and 3 groups. All FEATURES have calls of several pieces beside those of one."""
     cases = [Case("groups", H=2 * heads, Hk=heads, causal=True, S=47, B=2, sinks=True, alibi=True) for heads in (4, 6)]
     cases += [dataclasses.replace(case, dropout_p=0.3 * (i % 2)) for i, case in enumerate(FEATURES)]
-    check(four, cases, compare_in_groups)
+    check(four, [*cases, Case("one_head", size=3, Hk=1, S=30, causal=True, B=2)], compare_in_groups)
 
 
 def test_results_with_alibi(four):
@@ -229,24 +219,17 @@ def test_results_with_alibi(four):
 
 
 @pytest.mark.parametrize("backend, dtype", [
-    *(("torch", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
-    *(pytest.param("cuda", dtype, marks=slow_unless(False, dtype == torch.bfloat16))
-      for dtype in (torch.float32, torch.bfloat16, torch.float16))], ids=str)
+    ("torch", torch.bfloat16), ("torch", torch.float16), pytest.param("cuda", torch.bfloat16, marks=slow_unless(False)),
+    *(pytest.param(backend, torch.float32, marks=slow_unless(False, backend == "triton"))
+      for backend in ("cuda", "triton"))], ids=str)
 def test_results_are_within_the_error_rule(four, backend, dtype):
-    """On a CPU, "cuda" is csrc/flash.cu compiled for it."""
+    """On a CPU, "cuda" is csrc/flash.cu compiled for it, and Triton has its interpreter."""
     assert BACKENDS[backend].why_not(torch.device("cpu")) is None  # loads it: the ranks have no time for that
-    cases = [Case("causal", causal=True, S=32, B=2), Case("window", S=29, window=(9, 5), sinks=True),
-             Case("documents", S=32, bounds=(0, 11, 26, 30), causal=True)]
+    cases = [Case("documents", H=2, S=16, bounds=(0, 5, 15), causal=True)]
+    if backend != "triton":
+        cases += [Case("causal", causal=True, S=32, B=2), Case("window", S=29, window=(9, 5), sinks=True)]
     check(four, [dataclasses.replace(one, dtype=dtype, backend=backend, dropout_p=dropout_p) for case in cases
                  for one in of_methods(case, layouts=["zigzag"]) for dropout_p in (0, 0.3)])
-
-
-@pytest.mark.slow
-def test_results_of_triton(four):
-    """In its interpreter."""
-    check(four, [Case("documents", H=2, Hk=1, S=16, bounds=(0, 5, 15), causal=True, dtype=torch.float32,
-                      backend="triton", method=method, dropout_p=dropout_p)
-                 for method in ("all_gather", "ring") for dropout_p in (0, 0.3)])
 
 
 @ranks.in_group()
@@ -299,7 +282,7 @@ def trained_on_ranks(group, how, dropout):
         torch.distributed.fsdp.fully_shard(model[1], mesh=mesh)
         torch.distributed.fsdp.fully_shard(model, mesh=mesh)
     elif how == "compile":
-        model = torch.compile(model, backend="aot_eager")
+        model = torch.compile(model, backend="eager")
     elif how == "checkpoint":
         model.forward = functools.partial(checkpoint, model.forward, use_reentrant=False)
     loss = loss_of(model, local, labels)

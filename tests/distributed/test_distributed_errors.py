@@ -20,7 +20,6 @@ pytestmark = pytest.mark.cpu
 Q, K = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
 REFUSED = [
     ("TypeError: dropout_seed must be a torch.Tensor", dict(dropout_p=0.1, dropout_seed=5)),
-    ("ValueError: dropout_seed must be int64 of shape", dict(dropout_p=0.1, dropout_seed=torch.zeros(5).long())),
     ("ValueError: dropout_p", dict(dropout_p=2)),
     ("ValueError: unknown layout 'striped'", dict(layout="striped")),
     ("ValueError: unknown method 'p2p'", dict(method="p2p")),
@@ -34,15 +33,13 @@ REFUSED = [
     ("TypeError: Unsupported dtype: q is torch.float8_e4m3fn",
      dict(q=Q.to(torch.float8_e4m3fn), k=K.to(torch.float8_e4m3fn), backend="reference")),
     ("ValueError: unknown backend 'cudnn'", dict(backend="cudnn")),
-    ("ValueError: window_size must be at least -1", dict(window_size=(-2, 0))),
     ("TypeError: causal must be a bool", dict(causal=1)),
     *(("ValueError: seqlen must be in 1..12", dict(seqlen=n)) for n in (0, 13)),
     ("TypeError: seqlen must be None or an int", dict(seqlen=2.0)),
     ("ValueError: seqlen cannot be given together", dict(seqlen=3, cu_seqlens=[0, 3])),
     ("TypeError: cu_seqlens must be int32", dict(cu_seqlens=torch.tensor([0, 12]))),
     *(("ValueError: cu_seqlens must start at 0 and ascend up to at most 12", dict(cu_seqlens=x))
-      for x in ([0, 5, 3], [0, 13])),
-    ("ValueError: cu_seqlens must start at 0", dict(cu_seqlens=[0])),
+      for x in ([0, 5, 3], [0, 13], [0])),
     ("ValueError: with cu_seqlens, q, k and v must be packed",
      dict(q=Q.expand(2, -1, -1, -1), k=K.expand(2, -1, -1, -1), cu_seqlens=[0, 12])),
     ("NotImplementedError: method='ring' has no alibi_slopes",

@@ -112,7 +112,7 @@ def test_without_memory(in_rank, four, tmp_path):
     (False, 2, 32, 8, 8192, [8], [1, 6, 1]), (False, 2, 32, 32, 32768, [1, 8, 23], [4, 24, 4]),
     (False, 2, 32, 8, 1 << 19, [2, 2, 2, 2], [2, 2, 2, 2]), (False, 8, 32, 8, 16384, [1, 7], [1, 6, 1]),
     (False, 64, 64, 8, 2048, [4, 4], [4, 4]),  # by MIN_BYTES
-    (False, 2, 4, 1, 8192, [1], [1]), (False, 2, 4, 2, 1 << 22, [1, 1], [1, 1]), (False, 1, 32, 8, 8192, [8], [8]),
+    (False, 2, 4, 1, 8192, [1], [1]), (False, 2, 4, 2, 1 << 22, [1, 1], [1, 1]),
     (True, 2, 32, 8, 32768, [1, 7], [8]), (True, 2, 32, 32, 65536, [4, 16, 12], [4, 16, 8, 4])])
 def test_heads_are_gathered_in_groups_that_grow(has_peers, size, heads, heads_k, rows, forward, backward):
     """And all keys and values of a group of several heads have at most MAX_BYTES."""

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from conftest import HAS_GPU, IMPLEMENTATIONS
 from examples import generate, long_context, train_tiny_gpt
-from examples.generate import PAGE_SIZE, Request
+from examples.generate import Request
 from examples.tiny_lm import TinyLM
 from minimal_attn.attention import BACKENDS
 from minimal_attn.cli import guarded
 
-SMALL = "--layers 2 --embed-dim 32 --heads 2 --seqlen 24 --batch-size 2 --steps 20 --dtype float32".split()
+SMALL = "--layers 2 --embed-dim 32 --heads 2 --seqlen 24 --batch-size 2 --steps 8 --dtype float32".split()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 HERE = dict.fromkeys(name for name, device in IMPLEMENTATIONS.values() if device == DEVICE)
 EVERY_BACKEND = ["--backend", *HERE, "reference"]
@@ -37,17 +37,12 @@ def test_train_same_losses_with_every_backend(trained):
     result = json.loads((trained / "training.json").read_text())
     assert set(result["losses"]) == set(result["tokens_per_s"]) == {*HERE, "reference"}
     expected = torch.tensor(result["losses"]["reference"])
-    assert len(expected) == 20 and expected[-5:].mean() < expected[:5].mean() - 0.1
+    assert len(expected) == 8 and expected[-2:].mean() < expected[:2].mean() - 0.05
     for losses in result["losses"].values():
         torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=0)
     assert all(speed > 0 for speed in result["tokens_per_s"].values())
-    assert result["meta"]["steps"] == 20 and result["meta"]["dtype"] == "float32"
+    assert result["meta"]["steps"] == 8 and result["meta"]["dtype"] == "float32"
     assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_train_names_files_written(tmp_path, capsys):
-    train_tiny_gpt.main(["--backend", "reference", *SMALL, "--steps", "2", "--out", str(tmp_path / "new")])
-    assert capsys.readouterr().out.endswith(f"wrote {tmp_path}/new/training.json, {tmp_path}/new/training.png\n")
 
 
 def test_train_unavailable_backend(monkeypatch, capsys):
@@ -82,7 +77,7 @@ def losses_in(directory):
 
 @pytest.mark.slow
 def test_train_dropout_same_with_every_backend(trained, tmp_path):
-    train_tiny_gpt.main([*EVERY_BACKEND, *SMALL, "--steps", "6", "--out", str(tmp_path), "--dropout", "0.3"])
+    train_tiny_gpt.main([*EVERY_BACKEND, *SMALL, "--steps", "3", "--out", str(tmp_path), "--dropout", "0.3"])
     dropped = losses_in(tmp_path)
     torch.testing.assert_close(dropped, dropped[-1:].expand_as(dropped), rtol=1e-5, atol=0)
     assert not dropped[:, 0].allclose(losses_in(trained)[:, 0], rtol=1e-5)  # of the same weights
@@ -90,13 +85,11 @@ def test_train_dropout_same_with_every_backend(trained, tmp_path):
 
 BAD_OPTIONS = [
     *((train_tiny_gpt, options.split()) for options in (
-        "--steps 1", "--seqlen 0", "--seqlen 9999999", "--layers -1", "--backend cudnn", "--device toaster",
-        "--dropout 2", "--dropout nan", "--dropout x", "--backend torch:cudnn --device cpu",
-        "--backend torch:flash --device cuda --dropout 0.1", *["--device cuda"] * (not HAS_GPU))),
-    *((generate, options.split()) for options in (
-        "--requests 0", "--pages x", "--chunk -1", "--batch 0", "--dtype int8", "--backend cudnn", "--seed x")),
-    *((long_context, options.split()) for options in (
-        "--steps 1", "--seqlen 1", "--heads x", "--layers 0", "--steps 3"))]  # the last one is not by torchrun
+        "--steps 1", "--seqlen 9999999", "--backend cudnn", "--device toaster", "--dropout nan",
+        "--backend torch:cudnn --device cpu", "--backend torch:flash --device cuda --dropout 0.1",
+        *["--device cuda"] * (not HAS_GPU))),
+    *((generate, options.split()) for options in ("--requests 0", "--pages x", "--dtype int8", "--backend cudnn")),
+    *((long_context, options.split()) for options in ("--seqlen 1", "--heads x", "--steps 3"))]  # the last: no torchrun
 
 
 @pytest.mark.parametrize("example, options", BAD_OPTIONS, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
@@ -158,9 +151,7 @@ def test_generate_same_tokens_as_without_a_cache(backend):
     assert server.counts["decode"] > 1 and server.counts["mixed"] > 1
 
 
-@pytest.mark.parametrize("num_pages, chunk, max_batch, give_way", [
-    (5, 100, 3, True), (9, 16, 1, False), pytest.param(4, 1, 4, True, marks=pytest.mark.slow),
-    pytest.param(100, 16, 5, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_pages, chunk, max_batch, give_way", [(5, 100, 3, True), (9, 16, 1, False)])
 def test_generate_more_requests_than_pages(num_pages, chunk, max_batch, give_way):
     """All finish, with the tokens that they have where nobody waits; those who gave way computed their keys again."""
     server, requests, wanted = small_server(num_pages, chunk, max_batch), drawn(), drawn()
@@ -174,14 +165,13 @@ def test_generate_more_requests_than_pages(num_pages, chunk, max_batch, give_way
     assert generate.check(server.model, requests, "reference") == num_tokens
 
 
-@pytest.mark.parametrize("step", [2, 12])
-def test_generate_cancelled_request_changes_nobody_else(step):
+def test_generate_cancelled_request_changes_nobody_else():
     """Whether it waits, is in the midst of its prompt, or generates; it keeps the tokens that it has."""
     wanted, requests = drawn(), drawn()
     for request in (*wanted, *requests):
         request.arrives, request.leaves = 0, None
     for i in range(0, 9, 2):
-        requests[i].leaves = step
+        requests[i].leaves = 2 + 10 * (i % 4 > 0)
     serve(small_server(), wanted)
     serve(small_server(), requests)
     statuses = {request.status for request in requests[::2]}
@@ -189,34 +179,6 @@ def test_generate_cancelled_request_changes_nobody_else(step):
     for request, other in zip(requests, wanted):
         assert request.tokens == other.tokens[:len(request.tokens)]
         assert (request.status == "finished") == (len(request.tokens) == len(other.tokens))
-
-
-def test_generate_cancel_frees_pages_at_once():
-    server, (first, second) = small_server(), (Request([1] * 30, 20), Request([2] * 30, 20))
-    server.submit(first)
-    server.submit(second)
-    server.step()
-    assert first.status == "running" and second.status == "waiting" and len(server.free_pages) == 7
-    server.cancel(first)
-    assert len(server.free_pages) == 8 and first.status == "cancelled" and first.pages == [] and server.running == []
-    server.cancel(second)
-    assert len(server.waiting) == 0 and second.tokens == [2] * 30
-    server.cancel(first)  # nothing is left to give back
-    assert sorted(server.free_pages) == list(range(8))
-    server.step()
-    assert server.counts["tokens"] == 0
-
-
-def test_generate_request_waits_for_a_page():
-    server = small_server(num_pages=4, chunk=100)
-    first, second = Request([1] * 3 * PAGE_SIZE, 3), Request([2] * 2 * PAGE_SIZE, 1)
-    for request in (first, second):
-        server.submit(request)
-    server.step()
-    assert (first.status, second.status, len(server.free_pages)) == ("running", "waiting", 1)
-    for _ in range(3):
-        server.step()
-    assert (first.status, second.status) == ("finished", "finished") and server.counts["waiting"] == 0
 
 
 def test_generate_youngest_gives_way():

@@ -14,11 +14,7 @@ from test_cache_names import serving
 
 ROWS, KEYS = (1, 5, 3), (9, 5, 33)  # of the samples of serving()
 HEADS, D = 4, 32
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
+BACKEND = "cuda" if DEVICE == "cuda" else "torch"  # of a call that differs from others in its arguments alone
 
 
 def pages_of_one_key(table):
@@ -31,7 +27,7 @@ def starts(lengths):
     return ints(0, *torch.tensor(lengths).cumsum(0).tolist())
 
 
-def call(x, backend, **changed):
+def call(x, backend=BACKEND, **changed):
     """flash_attn_with_kvcache as SGLang calls it for x of serving(), but for the changed arguments."""
     given = dict(
         q=x.q, k_cache=x.caches[0], v_cache=x.caches[1], page_table=x.given["page_table"],
@@ -52,6 +48,7 @@ def check(out, expected):
     close(out, expected, TOLERANCE[out.dtype])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("has_new", [False, True])
 def test_extend_in_pages_of_one_key(backend, has_new):
     """Chunks of prompts beside single tokens; with has_new the call itself stores the new keys."""
@@ -69,24 +66,24 @@ def test_extend_in_pages_of_one_key(backend, has_new):
     ("softcap", dict(softcap=2.0), dict(softcap=2.0)), ("deterministic", dict(num_splits=1), {}),
     ("encoder's window", dict(causal=False, window_size=(6, 6)), dict(causal=False, window_size=(6, 6))),
     ("cross-attention", dict(causal=False), dict(causal=False))])
-def test_extend(backend, name, changed, options):
-    x = serving(backend)
-    check(call(x, backend, **changed), want(x, **dict(causal=True, sinks=x.given["sinks"].double()) | options))
+def test_extend(name, changed, options):
+    x = serving(BACKEND)
+    check(call(x, **changed), want(x, **dict(causal=True, sinks=x.given["sinks"].double()) | options))
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_decode_and_verify(backend, rows):
+def test_decode_and_verify(rows):
     """One token of each request, or a draft without branches."""
-    x = serving(backend, (rows,) * 3)
+    x = serving(BACKEND, (rows,) * 3)
     out = torch.empty_like(x.q)
-    assert call(x, backend, max_seqlen_q=rows, cu_seqlens_k_new=None, scheduler_metadata=None, out=out) is out
+    assert call(x, max_seqlen_q=rows, cu_seqlens_k_new=None, scheduler_metadata=None, out=out) is out
     x.check(out)
 
 
-def test_verify_a_tree(backend):
+def test_verify_a_tree():
     """Two calls, one of the text and one of the tokens that a token of the draft sees, each on pages of one key. Their
     results are merged by their logsumexp (T, H)."""
-    x = serving(backend, (4, 4, 4))
+    x = serving(BACKEND, (4, 4, 4))
     tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool, device=DEVICE)
     text = x.given["seqused_k"] - 4
     # The reference has the samples in a dimension of their own, as a tree mask wants them.
@@ -98,36 +95,36 @@ def test_verify_a_tree(backend):
     slots = pages_of_one_key(x.given["page_table"]).gather(1, places).repeat_interleave(4, 0)
     order = tree.int().argsort(dim=1, descending=True, stable=True).repeat(3, 1)  # what a token sees comes first
     common = dict(causal=False, sinks=None, return_softmax_lse=True, out=None)
-    parts = [call(x, backend, cache_seqlens=text, max_seqlen_q=4, **common),
-             call(x, backend, k_cache=x.caches[0].view(-1, 1, 2, D), v_cache=x.caches[1].view(-1, 1, 2, D),
+    parts = [call(x, cache_seqlens=text, max_seqlen_q=4, **common),
+             call(x, k_cache=x.caches[0].view(-1, 1, 2, D), v_cache=x.caches[1].view(-1, 1, 2, D),
                   page_table=slots.gather(1, order).int(), cache_seqlens=tree.sum(1, dtype=torch.int32).repeat(3),
                   cu_seqlens_q=starts([1] * 12), cu_seqlens_k_new=starts([4] * 12), max_seqlen_q=1, **common)]
     out, _ = flash_attn_combine(torch.stack([o for o, _ in parts]), torch.stack([lse.T for _, lse in parts]))
     check(out, expected)
 
 
-def test_local_attention(backend):
+def test_local_attention():
     """Llama 4's chunks, here of 16 tokens, as samples of their own: SGLang cuts the rows and the table."""
-    x = serving(backend, (1, 5, 20))
+    x = serving(BACKEND, (1, 5, 20))
     table = x.given["page_table"]
     rows, keys, pages = zip((1, 9, table[0, :1]), (5, 5, table[1, :1]), (3, 16, table[2, :1]), (16, 16, table[2, 1:2]),
                             (1, 1, table[2, 2:3]))
-    out = call(x, backend, page_table=torch.stack(pages), cache_seqlens=ints(*keys), cu_seqlens_q=starts(rows),
+    out = call(x, page_table=torch.stack(pages), cache_seqlens=ints(*keys), cu_seqlens_q=starts(rows),
                cu_seqlens_k_new=None, max_seqlen_q=16, sinks=None)
     check(out, want(x, causal=True, attention_chunk=16))
 
 
 @pytest.mark.parametrize("head_dim_v, is_context", [(D, False), (16, False), (16, True)])
-def test_without_a_cache(backend, head_dim_v, is_context):
+def test_without_a_cache(head_dim_v, is_context):
     """Embeddings, and the prompts of multi-head latent attention with keys and values of other head_dims: first of the
     new tokens, and then of an earlier part of the text, to be merged."""
-    dtype, lengths = BACKENDS[backend], KEYS if is_context else ROWS
+    dtype, lengths = BACKENDS[BACKEND], KEYS if is_context else ROWS
     generator = torch.Generator(DEVICE).manual_seed(0)
     q, k, v = (torch.randn(n, HEADS, d, generator=generator, device=DEVICE, dtype=dtype)
                for n, d in ((sum(ROWS), D), (sum(lengths), D), (sum(lengths), head_dim_v)))
     given = dict(cu_seqlens_q=starts(ROWS), cu_seqlens_k=starts(lengths), max_seqlen_q=5, max_seqlen_k=max(lengths),
                  softmax_scale=D**-0.5, causal=not is_context, return_softmax_lse=True)
-    out, lse = flash_attn_varlen_func(q=q, k=k, v=v, **given, out=None, ver=3, backend=backend)
+    out, lse = flash_attn_varlen_func(q=q, k=k, v=v, **given, out=None, ver=3, backend=BACKEND)
     expected, expected_lse = flash_attn_varlen_func(q.double(), k.double(), v.double(), **given, backend="reference")
     check(out, expected)
     check(lse.to(dtype), expected_lse)
@@ -140,10 +137,6 @@ def test_refused(name, value):
     """Decoding of multi-head latent attention, and caches in fp8."""
     with pytest.raises(NotImplementedError, match=f"flash_attn_with_kvcache: {name} is not supported yet"):
         call(serving(), "auto", **{name: value})
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("name", ["score_mod", "rel_bias", "max_seqlen_k"])
-def test_arguments_of_flash_attn_4_are_unknown(name):
-    with pytest.raises(TypeError, match=name):
-        call(serving(), "auto", **{name: None})
+    for of_flash_attn_4 in ("score_mod", "rel_bias", "max_seqlen_k"):
+        with pytest.raises(TypeError, match=of_flash_attn_4):
+            call(serving(), "auto", **{of_flash_attn_4: None})

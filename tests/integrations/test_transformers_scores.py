@@ -10,7 +10,8 @@ import torch
 
 import minimal_attn
 from conftest import HAS_GPU, OF_16_BITS
-from test_transformers import IMPLS as ALL, NAME, VOCAB, check, padding_mask, registered, tokens, two_models
+from test_transformers import (IMPLS as ALL, NAME, VOCAB, check, check_training, padding_mask, registered, tokens,
+                               two_models)
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,7 +57,7 @@ def models(kind, route, device):
     return two_models(*MODELS[kind], NAME if route == "interface" else "sdpa", device)
 
 
-def t5_inputs(device, side="right"):
+def t5_inputs(device, side):
     """Padding on one side of what the encoder reads, none in what the decoder reads."""
     return dict(input_ids=tokens(3, 11, device=device), attention_mask=padding_mask(side, device),
                 decoder_input_ids=tokens(3, 6, device=device))
@@ -84,17 +85,6 @@ def test_bert_with_padding(side, impl, route, calls):
     assert ours(other, attention_mask=mask).logits[mask.bool()].equal(logits[0])
 
 
-@each_route
-@pytest.mark.parametrize("impl", TRAINING)
-@torch.no_grad()
-def test_t5(impl, route, calls):
-    """Logits of an encoder with padding and of a causal decoder, whose layers share a bias of relative positions."""
-    device = IMPLS[impl][1]
-    ours, eager = models("t5", route, device)
-    check(*(model(**t5_inputs(device, "left")).logits for model in (ours, eager)), impl)
-    assert len(calls) == 6 and all(x.dtype == torch.float32 for x in calls)
-
-
 @pytest.mark.parametrize("impl, route", [("triton", "sdpa")])
 @torch.no_grad()
 def test_t5_in_the_interpreter(impl, route, calls):
@@ -108,32 +98,13 @@ def test_t5_in_the_interpreter(impl, route, calls):
 
 @each_route
 @pytest.mark.parametrize("impl", TRAINING)
-def test_training_t5(impl, route, calls):
-    """The loss and the gradients of all parameters, those of the relative positions among them."""
+def test_t5(impl, route, calls):
+    """An encoder with padding and a causal decoder, whose layers share a bias of relative positions: logits, the loss,
+    and the gradients of all parameters, those of the relative positions among them."""
     device = IMPLS[impl][1]
-    labels = tokens(3, 6, device=device)
-    losses, gradients = [], []
-    for model in models("t5", route, device):
-        inputs = t5_inputs(device) | dict(labels=labels)
-        loss = model.train()(**inputs).loss
-        loss.backward()
-        losses.append(loss.detach())
-        gradients.append({name: x.grad for name, x in model.named_parameters()})
-    check(*losses, impl)
-    assert sum("relative_attention_bias" in name and bool(x.any()) for name, x in gradients[0].items()) == 2
-    for name in gradients[0]:
-        check(*(x[name] for x in gradients), impl)
-
-
-@each_route
-@pytest.mark.parametrize("impl", ["torch"])
-@torch.no_grad()
-def test_a_bias_matters(impl, route, calls):
-    """So that the tests above see one that is wrong."""
-    device = IMPLS[impl][1]
-    ours, eager = models("t5", route, device)
-    for name, x in ours.named_parameters():
-        if "relative_attention_bias" in name:
-            x.copy_(x.roll(1, 0))
-    with pytest.raises(AssertionError):
-        check(*(model(**t5_inputs(device)).logits for model in (ours, eager)), "cuda:sm90")
+    both = models("t5", route, device)
+    with torch.no_grad():
+        check(*(model(**t5_inputs(device, "left")).logits for model in both), impl)
+    assert len(calls) == 6 and all(x.dtype == torch.float32 for x in calls)
+    gradients = check_training(both, impl, **t5_inputs(device, "right"), labels=tokens(3, 6, device=device))
+    assert sum("relative_attention_bias" in name and bool(x.any()) for name, x in gradients.items()) == 2

@@ -80,19 +80,6 @@ def test_steps_in_cuda_graphs(name, dtype, integration):
 
 
 @pytest.mark.cpu
-def test_the_record_has_every_case():
-    """Chunks of prompts, decoding beside them, drafts, windows, sinks, softcap, ALiBi, and pages of three sizes."""
-    def has(test):
-        return any(test(layer) for layer in RECORDED.values())
-
-    assert {layer["cache"][2] for layer in RECORDED.values()} == {16, 32, 128}
-    assert has(lambda x: x["window"] >= 0) and has(lambda x: x["softcap"]) and has(lambda x: x["has_sinks"])
-    assert has(lambda x: x["slopes"])
-    assert all(max(step[1] for step in layer["steps"]) > 16 for layer in RECORDED.values())
-    assert {4} < {step[1] for step in RECORDED["gqa-drafts-0"]["steps"]}
-
-
-@pytest.mark.cpu
 def test_refused(integration):
     """Options that vLLM does not ask the backend about raise an error that names them."""
     attend = integration.Attend(4, 16, 0.25, 2)
