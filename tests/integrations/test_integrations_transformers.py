@@ -429,7 +429,7 @@ def test_compiled_forward(attention):
 
 @cpu
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, most", [("llama", 1), ("gemma2", 2)])
+@pytest.mark.parametrize("kind, most", [("llama", 1), pytest.param("gemma2", 2, marks=pytest.mark.campaign)])
 def test_compiled_generation(kind, most, attention):
     """With a static cache, transformers makes masks outside of the compiled step, which then has one graph. Caches of
     windows count in ints, for which Dynamo compiles a second one."""

@@ -36,7 +36,8 @@ def each_model(is_short):
     """Parameters impl and kind. Triton's interpreter, which is slow, has one model of the short tests, and csrc on the
     CPU has two in the gate."""
     return pytest.mark.parametrize("impl, kind", [
-        pytest.param(impl, kind, marks=slow_unless(impl != "cuda:host" or kind in ("mistral", "gpt_oss")))
+        pytest.param(impl, kind, marks=slow_unless(impl != "cuda:host" or kind in ("mistral", "gpt_oss"),
+                                                   kind == "gemma2"))
         for impl in IMPLS for kind in MODELS if HAS_GPU or impl != "triton" or is_short and kind == "mistral"])
 
 

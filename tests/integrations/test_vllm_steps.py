@@ -50,9 +50,13 @@ def check_step(replay, step, call):
 @layers
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps(name, dtype, integration):
+    """On the CPU, every fifth step is compared."""
     replay = Replay(RECORDED[name], DEVICE, dtype, integration)
-    for step in RECORDED[name]["steps"]:
-        check_step(replay, step, lambda tokens, samples: replay.run(step[1], tokens, samples))
+    for i, step in enumerate(RECORDED[name]["steps"]):
+        if HAS_GPU or i % 5 == 0:
+            check_step(replay, step, lambda tokens, samples: replay.run(step[1], tokens, samples))
+        else:
+            replay.run(step[1], *replay.fill(step))
 
 
 @pytest.mark.cpu
@@ -60,7 +64,7 @@ def test_steps(name, dtype, integration):
 def test_padded_steps(name, integration):
     """As a CUDA graph for the largest batch would be replayed."""
     replay = Replay(RECORDED[name], "cpu", torch.float32, integration)
-    for step in RECORDED[name]["steps"][:8]:
+    for step in RECORDED[name]["steps"][:4]:
         check_step(replay, step, lambda *_: replay.run(len(replay.q)))
 
 
