@@ -155,6 +155,8 @@ def compare(cases):
         if torch.distributed.get_rank(group) < 0:
             continue
         found = on_ranks(case, group)
+        if torch.distributed.get_rank(group) > 0:  # all ranks have the same whole
+            continue
         base = in_one_process(case)
         truths = in_one_process(case, torch.float64, reference_attention)
         for name, x, one, truth in zip(("out", "dq", "dk", "dv", "dsinks"), found, base, truths):
@@ -223,13 +225,13 @@ def test_results_with_alibi(four):
     *(pytest.param(backend, torch.float32, marks=slow_unless(False, backend == "triton"))
       for backend in ("cuda", "triton"))], ids=str)
 def test_results_are_within_the_error_rule(four, backend, dtype):
-    """On a CPU, "cuda" is csrc/flash.cu compiled for it, and Triton has its interpreter."""
+    """On a CPU, "cuda" is csrc/flash.cu compiled for it, and Triton has its interpreter, which is slow."""
     assert BACKENDS[backend].why_not(torch.device("cpu")) is None  # loads it: the ranks have no time for that
-    cases = [Case("documents", H=2, S=16, bounds=(0, 5, 15), causal=True)]
-    if backend != "triton":
-        cases += [Case("causal", causal=True, S=32, B=2), Case("window", S=29, window=(9, 5), sinks=True)]
-    check(four, [dataclasses.replace(one, dtype=dtype, backend=backend, dropout_p=dropout_p) for case in cases
-                 for one in of_methods(case, layouts=["zigzag"]) for dropout_p in (0, 0.3)])
+    cases = [one for case in (Case("documents", H=2, S=16, bounds=(0, 5, 15), causal=True),
+                              Case("causal", causal=True, S=32, B=2), Case("window", S=29, window=(9, 5), sinks=True))
+             for one in of_methods(case, layouts=["zigzag"])]
+    check(four, [dataclasses.replace(case, dtype=dtype, backend=backend, dropout_p=dropout_p)
+                 for case in cases[:2 if backend == "triton" else None] for dropout_p in (0, 0.3)])
 
 
 @ranks.in_group()
