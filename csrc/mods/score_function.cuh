@@ -27,7 +27,8 @@ struct Captured {
 template <typename Params, typename F> struct WithCaptured : Params {
     Captured captured[F::kNumCaptured > 0 ? F::kNumCaptured : 1];
 };
-template <typename Params> struct WithCaptured<Params, void> : Params {};  // no score_mod
+template <typename Params, typename F>  // F: void without a score_mod
+using InputOf = std::conditional_t<std::is_void_v<F>, Params, WithCaptured<Params, F>>;
 
 template <typename F, typename Params> WithCaptured<Params, F> with_captured(const Params &p, const Captured *captured) {
     WithCaptured<Params, F> x{p};

@@ -26,7 +26,7 @@ template <int kHeadDim_, int kConsumers_, int kBlockM_, int kStages_, bool kChun
           bool kOneTile_ = false, int kHeadDimV_ = kHeadDim_, typename Function_ = void>
 struct BwdShape {
     using Function = Function_;  // of a score_mod, mods/score_function.cuh
-    using Input = WithCaptured<AttnBackwardParams, Function>;
+    using Input = InputOf<AttnBackwardParams, Function>;
     static constexpr bool kOneTile = kOneTile_;  // a head has one tile of keys: dQ is stored, not added to zeros
     static constexpr bool kChunks = kChunks_;  // there may be an attention_chunk
     static constexpr bool kMasked = kMasked_;  // by a block mask
