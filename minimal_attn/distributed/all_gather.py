@@ -61,7 +61,7 @@ def growth_of_messages(q, k, v, num_ranks, is_backward):
     much longer attention to a head takes than sending it: computing one group then hides the messages of the next."""
     heads = k.shape[1]
     share_sent = 2 * (num_ranks - 1) / num_ranks  # of the keys, in units of that of two ranks
-    growth = max(1, int(q.shape[2] * (q.shape[1] // heads) / ROWS_OF_A_KEY / share_sent))
+    growth = max(1, int(q.shape[2] * (q.shape[1] // heads) / ROWS_OF_A_KEY / share_sent)) if num_ranks > 1 else 1
     flop = 2 * q.shape[0] * q.shape[1] * q.shape[2] ** 2 * num_ranks * (k.shape[3] + v.shape[3])
     flop *= 2.5 if is_backward else 1
     num_groups = max(1, int(min(NUM_GROUPS, flop // MIN_FLOP))) if growth <= MAX_GROWTH else 1
@@ -167,7 +167,6 @@ def gradients(dout, q, out, lse, k, v, attention):
         sums.clear()
 
     with SideStreams(q.device) as side, ExitStack() as at_end:
-        at_end.callback(end_sums)  # after an error, too: until then, memory of peers serves nothing else
         for heads, *keys in gathered(k, v, groups, shards, peers):
             of_q = query_heads(heads, q.shape[1], k.shape[1])
             tensors = *(x[:, of_q] for x in (dout, q, out, lse)), *keys, dq[:, of_q]
@@ -175,8 +174,12 @@ def gradients(dout, q, out, lse, k, v, attention):
             of_calls = side.run(write_dq, [(of_heads, call, *tensors) for call in calls])
             side.join()
             end_sums()  # which came in while this group was computed
-            sums.extend(begin_sums(heads, of_calls, k, v, shards, parts, peers))
-            del keys, tensors, of_calls  # their memory serves the next groups
+            for some, total in begin_sums(heads, of_calls, k, v, shards, parts, peers):
+                sums.append((some, total))
+                if peers:  # after an error, too, this memory serves nothing else until then
+                    at_end.callback(total.work.wait)
+            del keys, tensors, of_calls, total  # their memory serves the next groups
+    end_sums()
     return dq, dk, dv
 
 
