@@ -18,7 +18,8 @@ from ..checks import (FP8_DTYPES, NO_WINDOW, autocast, check_choice, check_dropo
 from ..options import Options
 from . import all_gather, ring
 from .calls import Attention, Document, Origin, ints, with_origins
-from .layout import check_seqlen, dropout_padding, shards_of, spans_nodes
+from .layout import check_seqlen, shards_of, spans_nodes
+from .padding import dropout_padding
 from .ulysses import ulysses_attention
 
 METHODS = "all_gather", "ring", "ulysses"
@@ -64,8 +65,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
         alibi_slopes: float32 (H,), or (B, H) without cu_seqlens. Not with "ring", and with "all_gather" only under a
             causal mask.
         dropout_p: as for flash_attention. One GPU that computes the whole drops the same elements, with the same seed
-            and cu_seqlens. Where all chunks begin at a multiple of 16 rows of their document, q is not copied, nor
-            are out and dout in the backward pass. Elsewhere "all_gather" takes the place of "ring".
+            and cu_seqlens. Chunks that begin at a multiple of 16 rows of their document save a copy of q, and in the
+            backward pass of out and dout.
         dropout_seed: int64, one element, on q's device. Ranks may give or draw different seeds: that of the first rank
             of the group is broadcast and holds. If None, torch's generator draws it, on each rank.
 
@@ -121,7 +122,7 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, group: "dist.Pro
         return ulysses_attention(attend, q, k, v, shards)
     padding = dropout_padding(shards, q.shape[2], documents, seed is not None)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    module = ring if method == "ring" and padding.has_whole_tiles else all_gather
+    module = ring if method == "ring" else all_gather
     return LocalRows.apply(q, k, v, options.sinks, Attention(padding, documents, chosen, options), module)
 
 

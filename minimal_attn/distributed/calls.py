@@ -12,7 +12,8 @@ import torch
 
 from ..options import Backend, Lengths, Options
 from ..reference.dropout import seed_with_origins
-from .layout import Chunk, Padding, dropout_padding
+from .layout import Chunk
+from .padding import TILE, DropoutPadding, dropout_padding
 
 # Rows: longer pieces are faster as dense calls than as samples of a packed one, on an H200, since dense calls have
 # larger tiles of keys. Calls that overlap also fill the GPU where one ends, so that shorter pieces may be dense.
@@ -57,7 +58,7 @@ class Call(NamedTuple):
 class Attention(NamedTuple):
     """The checked arguments of context_parallel_attention. Autograd also gets the sinks as an argument of their own."""
 
-    padding: Padding  # of q
+    padding: DropoutPadding  # of q, and in the ring also of k and v
     documents: tuple[Document, ...]
     backend: Backend
     options: Options  # the window counts places in the whole sequence; dropout_seed has one element
@@ -65,8 +66,9 @@ class Attention(NamedTuple):
 
     def calls(self, q, num_keys, source, share_keys):
         """The Calls of the rows q with the keys of rank `source`, or with all keys if it is None; long ones first."""
+        key_chunks = None if source is None else self.padding.key_chunks(source)
         return [on_device(call, q.device)
-                for call in self._calls(self.padding, q.shape[0], num_keys, source, share_keys)]
+                for call in self._calls(self.padding, q.shape[0], num_keys, key_chunks, share_keys)]
 
     def key_ranges(self, rank, batch_size, num_keys):
         """(begin, end) of the keys of each Call of a rank's backward pass with all keys."""
@@ -75,11 +77,11 @@ class Attention(NamedTuple):
         calls = self._calls(padding, batch_size, num_keys, None, share_keys=False)
         return tuple((call.keys.start, call.keys.stop) for call in calls)
 
-    def _calls(self, padding, batch_size, num_keys, source, share_keys):
-        key_chunks = (Chunk(0, num_keys, 0),) if source is None else padding.shards.chunks(source, num_keys)
-        return calls_of(padding.row_chunks(), key_chunks, self.documents, self.options.window,
-                        self.options.dropout_seed is not None, batch_size, padding.num_rows + sum(padding.rows_before),
-                        num_keys, share_keys, LONG_OVERLAPPED if source is None else LONG)
+    def _calls(self, padding, batch_size, num_keys, key_chunks, share_keys):
+        return calls_of(padding.row_chunks(), key_chunks or (Chunk(0, num_keys, 0),), self.documents,
+                        self.options.window, self.options.dropout_seed is not None, batch_size,
+                        padding.num_rows + sum(padding.rows_before), num_keys, share_keys,
+                        LONG if key_chunks else LONG_OVERLAPPED)
 
     def of_heads(self, heads):
         """This Attention restricted to a slice of query heads."""
@@ -108,7 +110,7 @@ class Attention(NamedTuple):
 
 
 def pieces_of(row_chunks, key_chunks, documents, window, has_dropout):
-    """The Pieces of chunks of rows, of a Padding, and of keys. window: in the whole sequence."""
+    """The Pieces of chunks of rows and of keys, of DropoutPadding with dropout. window: in the whole sequence."""
     pieces = []
     for rows in row_chunks:
         for document in documents:
@@ -117,7 +119,7 @@ def pieces_of(row_chunks, key_chunks, documents, window, has_dropout):
                 continue
             of_rows = []
             for keys in key_chunks:
-                key_begin, key_end = max(keys.begin, document.begin), min(keys.end, document.end)
+                key_begin, key_end = keys_in(keys, document, has_dropout)
                 seen = visible_part(row_begin, row_end, key_begin, key_end, window)
                 if seen is not None:
                     last_row, last_key, shifted = seen
@@ -126,6 +128,14 @@ def pieces_of(row_chunks, key_chunks, documents, window, has_dropout):
                                          shifted, origin))
             pieces += joined(of_rows, has_dropout)
     return pieces
+
+
+def keys_in(chunk, document, has_dropout):
+    """(begin, end) in the sequence of the keys of a chunk in a document, with dropout of those in whole tiles."""
+    begin, end = chunk.begin, chunk.end
+    if has_dropout:
+        begin, end = (place + (-max(0, place - document.begin)) % TILE for place in (begin, end))
+    return max(begin, document.begin), min(end, document.end)
 
 
 def visible_part(row_begin, row_end, key_begin, key_end, window):

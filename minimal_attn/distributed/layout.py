@@ -2,7 +2,7 @@
 
 A sequence is padded and cut into chunks of one length. In the contiguous layout, rank r of P holds chunk r of P. In the
 zigzag layout it holds the chunks r and 2P - 1 - r of 2P, so that all ranks have the same work under a causal mask. Read
-next: calls.py.
+next: padding.py, for dropout; calls.py.
 """
 
 import os
@@ -19,7 +19,6 @@ LAYOUTS = "zigzag", "contiguous"
 # torch 2.13 has new names, and warns of the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-TILE = 16  # rows and keys for which dropout draws random numbers at once
 
 
 class Chunk(NamedTuple):
@@ -90,53 +89,6 @@ class Shards(NamedTuple):
         everything = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         all_gather_single(everything, x, group=self.group)
         return self.in_order(everything)
-
-
-class Padding(NamedTuple):
-    """Rows of zeros before the chunks of this rank, with which dropout drops the same elements as on one GPU: a call of
-    a kernel begins with a whole tile of its document, but a chunk may begin anywhere. Their results are not read, and
-    they add nothing to gradients."""
-
-    shards: Shards
-    num_rows: int  # of a rank
-    rows_before: tuple[int, ...]  # each chunk
-    has_whole_tiles: bool  # whether no rank has such rows
-
-    def pad_rows(self, x: Tensor, value: float = 0) -> Tensor:
-        """x (B, H, T, ...), this rank's rows, with rows of `value` before each chunk."""
-        if not any(self.rows_before):
-            return x
-        return torch.cat([pad(chunk, (0, 0) * (x.ndim - 3) + (before, 0), value=value)
-                          for before, chunk in zip(self.rows_before, x.chunk(len(self.rows_before), 2))], 2)
-
-    def unpad_rows(self, x: Tensor) -> Tensor:
-        """The inverse of pad_rows."""
-        if not any(self.rows_before):
-            return x
-        each = self.num_rows // len(self.rows_before)
-        parts = x.split([before + each for before in self.rows_before], 2)
-        return torch.cat([part[:, :, before:] for before, part in zip(self.rows_before, parts)], 2)
-
-    def row_chunks(self) -> tuple[Chunk, ...]:
-        """This rank's Chunks in a tensor of pad_rows. A Chunk includes the padding before it."""
-        chunks, shift = [], 0
-        for before, (begin, end, local) in zip(self.rows_before, self.shards.chunks(self.shards.rank, self.num_rows)):
-            chunks.append(Chunk(begin - before, end, local + shift))
-            shift += before
-        return tuple(chunks)
-
-
-def dropout_padding(shards, num_rows, documents, has_dropout):
-    """The Padding of ranks with num_rows rows each and of Documents."""
-    if not has_dropout:
-        return Padding(shards, num_rows, (0,) * shards.chunks_per_rank, True)
-
-    def rows_before(chunk):
-        """The rows before a chunk in its first tile; 0 if it begins in no document."""
-        return next((chunk.begin - begin for begin, end, _ in documents if begin <= chunk.begin < end), 0) % TILE
-
-    of_ranks = [tuple(map(rows_before, shards.chunks(rank, num_rows))) for rank in range(shards.size)]
-    return Padding(shards, num_rows, of_ranks[shards.rank], not any(map(any, of_ranks)))
 
 
 def shards_of(group, layout):

@@ -32,9 +32,9 @@ class Transfer:
         return self.received
 
 
-def turns(k, v, shards):
-    """Yields (rank, its k, its v) of each rank, this one first. The next keys travel meanwhile."""
-    kv = torch.cat((k, v), -1)
+def turns(k, v, padding):
+    """Yields (rank, its k, its v), by pad_keys, of each rank, this one first. The next keys travel meanwhile."""
+    kv, shards = padding.pad_keys(torch.cat((k, v), -1)), padding.shards
     for step in range(shards.size):
         transfer = Transfer(kv, shards, KEYS) if step + 1 < shards.size else None
         yield (shards.rank - step) % shards.size, *kv.split((k.shape[3], v.shape[3]), -1)
@@ -47,7 +47,7 @@ def attend(q, k, v, attention):
     without_sinks, sinks = attention._replace(options=attention.options._replace(sinks=None)), attention.options.sinks
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=sum_dtype(q.dtype), device=q.device)
     lse = torch.full(q.shape[:3], -math.inf, dtype=out.dtype, device=q.device)  # no row has seen a key yet
-    for source, k_part, v_part in turns(k, v, attention.padding.shards):
+    for source, k_part, v_part in turns(k, v, attention.padding):
         for call in without_sinks.calls(q, k_part.shape[2], source, share_keys=True):
             merge(out[:, :, call.rows], lse[:, :, call.rows], *without_sinks.forward(call, q, k_part, v_part))
     if sinks is not None:  # a part without values; a row of padding, which has seen no key, stays as it is
@@ -57,9 +57,9 @@ def attend(q, k, v, attention):
 
 def gradients(dout, q, out, lse, k, v, attention):
     """(dq, dk, dv), from the rows of the first four tensors."""
-    shards, head_dims, arriving = attention.padding.shards, (k.shape[3], v.shape[3]), None
+    padding, head_dims, arriving = attention.padding, (k.shape[3], v.shape[3]), None
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    for source, k_part, v_part in turns(k, v, shards):
+    for source, k_part, v_part in turns(k, v, padding):
         dkv = torch.zeros(*k_part.shape[:3], sum(head_dims), dtype=lse.dtype, device=k.device)
         for call in attention.calls(q, k_part.shape[2], source, share_keys=False):
             parts = attention.backward(call, dout, q, out, lse, k_part, v_part)
@@ -67,8 +67,8 @@ def gradients(dout, q, out, lse, k, v, attention):
                 total[:, :, run].add_(part)
         if arriving:
             dkv += arriving.wait()
-        arriving = Transfer(dkv, shards, GRADIENTS)
-    dk, dv = arriving.wait().split(head_dims, -1)
+        arriving = Transfer(dkv, padding.shards, GRADIENTS)
+    dk, dv = padding.unpad_key_gradients(arriving.wait()).split(head_dims, -1)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -95,7 +95,7 @@ ODD_CHUNKS = [
     Case("documents_over_chunks", bounds=(0, 3, 40, 93), S=96, causal=True),
     Case("documents_of_one", bounds=(0, 1, 2, 3, 8, 19, 20), S=24),
     Case("chunks_of_16", S=64, B=2, causal=True),
-    Case("documents_in_chunks_of_16", S=64, bounds=(0, 5, 16, 62), window=(20, -1)),
+    Case("documents_in_chunks_of_16", S=64, bounds=(0, 16, 33, 64), window=(20, -1)),
     Case("one_of_three", size=3, H=6, Hk=3, S=50, causal=True, sinks=True, bounds=(0, 21, 22, 50)),
     Case("one_of_four", size=4, H=8, Hk=4, S=75, B=2),
     Case("alone", size=1, S=21, bounds=(0, 5, 21)),
