@@ -20,17 +20,19 @@ from .reference.packed import with_own_keys
 BACKENDS = {"cuda": cuda.BACKEND, "triton": triton.BACKEND, "torch": torch.BACKEND, "reference": reference.BACKEND}
 
 # Keywords of scaled_dot_product_attention and flash-attn, and what flash_attention's error says of each.
+RENAMED = {"is_causal": "causal", "scale": "sm_scale", "softmax_scale": "sm_scale", "s_aux": "sinks",
+           "learnable_sink": "sinks", "attn_mask": "attn_bias", "cu_seqlens": "cu_seqlens_q and cu_seqlens_k",
+           "max_seqlen": "max_seqlen_q and max_seqlen_k", "return_softmax_lse": "return_lse"}
 OTHER_NAMES = {
-    "is_causal": "it is called causal here", "attn_mask": "it is called attn_bias here",
-    **dict.fromkeys(("scale", "softmax_scale"), "it is called sm_scale here"),
-    **dict.fromkeys(("s_aux", "learnable_sink"), "it is called sinks here"),
-    **{f"{name}": f"it is called {name}_q and {name}_k here" for name in ("cu_seqlens", "max_seqlen")},
-    **dict.fromkeys(("return_softmax_lse", "return_attn_probs"), "return_lse=True returns lse"),
+    **{name: f"it is called {ours} here" for name, ours in RENAMED.items()},
+    "cache_seqlens": "it is called seqused_k here and in attention_with_kvcache",
+    "return_attn_probs": "return_lse=True returns lse",
     "enable_gqa": "it is not needed: heads are matched by their numbers",
     "key_padding_mask": "FlashMHA takes it, and unpad_input packs a batch by it",
-    **{name: f"it is {ours} of attention_with_kvcache" for name, ours in dict(
-        cache_seqlens="seqused_k", page_table="page_table", block_table="page_table", leftpad_k="leftpad_k",
-        cache_leftpad="leftpad_k", cache_batch_idx="cache_batch_idx").items()},
+    **dict.fromkeys(("page_table", "cache_batch_idx"), "attention_with_kvcache takes it"),
+    "block_table": "attention_with_kvcache takes it, and calls it page_table",
+    "leftpad_k": "attention_with_kvcache takes it, and unpad_input packs a batch whose padding comes first",
+    "cache_leftpad": "attention_with_kvcache takes it, and calls it leftpad_k",
 }
 
 

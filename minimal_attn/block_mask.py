@@ -360,10 +360,11 @@ def with_tensors(given, q, k):
             block_mask._minimal_attn = BlockMask.from_torch(block_mask)
         block_mask = block_mask._minimal_attn
     sizes = *(q.shape[:2] if q.ndim == 4 else (q.shape[0], 1)), q.shape[-2], k.shape[-2]
-    check_is("block_mask", block_mask, block_mask.shape[2:] == sizes[2:] and all(
-        n in (1, size) for n, size in zip(block_mask.shape, sizes)),
-        f"of a shape that broadcasts to {sizes}, (batch size, heads, rows, keys)")
-    check_is("block_mask", block_mask, block_mask.device == q.device, f"on {q.device}, as q is")
+    if block_mask.shape[2:] != sizes[2:] or any(n not in (1, size) for n, size in zip(block_mask.shape, sizes)):
+        check_is("block_mask", block_mask, False,
+                 f"of a shape that broadcasts to {sizes}, (batch size, heads, rows, keys)")
+    if block_mask.device != q.device:
+        check_is("block_mask", block_mask, False, f"on {q.device}, as q is")
     if not q.is_cuda and can_read(block_mask.units):  # kernels for a GPU clamp them
         for number in block_mask.units.aminmax():
             check_range("each unit of block_mask", int(number), EMPTY, block_mask.bits.shape[0] - 1)

@@ -109,6 +109,7 @@ def attend_cached(q, k_cache, v_cache, given, cache, append, k, v, causal, windo
         append = append._replace(seqused_k=options.seqused_k, page_table=cache.page_table, batch_idx=cache.batch_idx,
                                  q=q, cu_seqlens_q=options.cu_seqlens_q, q_advances=options.mask != NO_MASK)
         check_append(k, v, k_cache, v_cache, append, names)
+    _check_runs(chosen, q)
     tensors = {"q": q, names.get("k_cache", "k_cache"): k_cache, names.get("v_cache", "v_cache"): v_cache,
                "sinks": options.sinks}
     if has_new:
@@ -162,6 +163,7 @@ def append_to_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, se
                     rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved)
     check_append(k, v, k_cache, v_cache, append)
     chosen = _backend_of(backend, lambda: can_read_cache(k), k, name="k")
+    _check_runs(chosen, k)
     check_no_derivative("append_to_kvcache", "torch.cat", k=k, v=v, k_cache=k_cache, v_cache=v_cache,
                         rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     return _append(chosen, k, v, k_cache, v_cache, with_own_rows(append))[1]
@@ -188,6 +190,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     """
     check_slots(key, value, key_cache, value_cache, slot_mapping)
     chosen = _backend_of(backend, lambda: can_read_cache(key), key, name="key")
+    _check_runs(chosen, key)
     if kv_cache_dtype not in ("auto", str(key_cache.dtype).removeprefix("torch.")):
         raise NotImplementedError(f"reshape_and_cache: kv_cache_dtype {shown(kv_cache_dtype)} is not supported for "
                                   f"caches in {key_cache.dtype}, only 'auto' and the name of their dtype are")
@@ -198,14 +201,17 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
 
 def _backend_of(backend, can_serve, x, *others, name="q"):
-    """The Backend that a caller's backend means for caches and x, which the caller calls `name`, and that can run on
-    its device: "triton" where "auto" means a "cuda" that cannot serve the call."""
+    """The Backend that a caller's backend means for caches and x, which the caller calls `name`: "triton" where "auto" means a "cuda" that cannot serve the call."""
     chosen = backend_name(backend, x, *others)
     chosen = BACKENDS["triton" if backend == "auto" and chosen == "cuda" and not can_serve() else chosen]
     check_dtype(x, [dtype for dtype in chosen.dtypes if dtype not in FP8_DTYPES], name)
+    return chosen
+
+
+def _check_runs(chosen, x):
+    """Raise if a backend cannot run on x's device."""
     if (why_not := chosen.why_not(x.device)) is not None:
         raise why_not
-    return chosen
 
 
 def _append(chosen, k, v, k_cache, v_cache, append):

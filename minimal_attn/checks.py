@@ -713,8 +713,10 @@ def check_matmul(a, b, block_m, block_n, block_k):
                  b=b)
     blocks = {"block_m": (block_m, a.shape[0]), "block_n": (block_n, b.shape[1]), "block_k": (block_k, a.shape[1])}
     for name, (block, size) in blocks.items():
+        if block is None:
+            continue
         limit = max(16, (size + 15) // 16 * 16)
-        check_is(name, block, block is None or type(block) is int and 16 <= block <= limit and not block & (block - 1),
+        check_is(name, block, type(block) is int and 16 <= block <= limit and not block & (block - 1),
                  f"a power of two from 16 to {limit}, the dimension {size} rounded up to a multiple of 16")
     if None not in (block_m, block_n, block_k):
         check_tile(a.dtype, block_m=block_m, block_n=block_n, block_k=block_k)

@@ -50,7 +50,7 @@ def _run(argv):
     of_demo = commands.add_parser("demo", help="one screen: is it right here, and fast? start here")
     of_demo.add_argument("--profile", action="store_true", help="also print the profiler's tables")
     commands.add_parser("info", help="GPU, versions, backends, kernels, and where builds are kept")
-    commands.add_parser("check", help="every kernel against attention in fp64; exit code 1 if one is wrong")
+    commands.add_parser("check", help="every backend against the reference; exit code 1 if one is wrong")
     commands.add_parser("bench", help="time everything side by side; bench --help for its options", add_help=False)
     args, rest = parser.parse_known_args(argv)
     if args.command == "bench":

@@ -118,6 +118,8 @@ class Graph:
 
     def number(self, x):
         kind = bool if isinstance(x, bool) else int if is_int(x) else float
+        if kind is int and not -2**63 < x < 2**63:
+            raise Fault(f"{x} is no number of 64 bits")
         return self.node("number", (), kind(x), kind.__name__)  # numpy's float64 is a float, too
 
     def is_number(self, i, x):
@@ -141,6 +143,8 @@ class Graph:
         return self(f"to_{kind}", i)
 
     def __call__(self, op, *args):
+        if op == f"to_{self[args[0]].kind}":
+            return args[0]
         rule, condition = OPS[op], ()
         takes = rule.takes
         if op == "where":
@@ -186,7 +190,8 @@ class Graph:
         raise Fault("the exponent of a power must be a whole number from -8 to 8, 0.5 or -0.5, or the base a number "
                      "above 0")
 
-    def _reached(self, roots):
+    def reached(self, roots):
+        """The numbers of nodes that these are made of, and theirs, each behind its arguments."""
         found, todo = set(), list(roots)
         while todo:
             if (i := todo.pop()) not in found:
@@ -196,9 +201,10 @@ class Graph:
 
     def derivatives(self, root):
         """{node: that of the derivative of root by it}, of the score, node 0, and of each load of a float."""
-        by = dict.fromkeys(i for i, x in enumerate(self.nodes) if i == 0 or x.op == "load" and x.kind == "float")
+        reached = self.reached([root])
+        by = [0, *(i for i in reached if self[i].op == "load" and self[i].kind == "float")]
         sums = {root: self.number(1.0)}
-        for i in reversed(self._reached([root])):
+        for i in reversed(reached):
             node, rule = self[i], OPS.get(self[i].op)
             if i not in sums or rule is None or rule.derivative is None or node.kind != "float":
                 continue
@@ -210,7 +216,7 @@ class Graph:
     def evaluate(self, root, captured, *inputs):
         """The value of a node by torch's operations. captured: tensors; inputs: those of INPUTS, which broadcast."""
         dtype, values = inputs[0].dtype, dict(enumerate(inputs))
-        for i in self._reached([root]):
+        for i in self.reached([root]):
             node = self[i]
             args = [values[x] for x in node.args]
             if node.op == "number":
@@ -228,7 +234,7 @@ class Graph:
     def printed(self, language, roots):
         """(lines of a function, what stands for each root in it, and for the place of each load in its tensor)."""
         text, lines, places = {}, "", {}
-        for i in self._reached(roots):
+        for i in self.reached(roots):
             node = self[i]
             args = [text[x] for x in node.args]
             if node.op in ("input", "number"):

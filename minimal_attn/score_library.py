@@ -11,24 +11,21 @@ import torch
 from .score_graph import INPUTS
 
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float64: "double",
-         torch.bool: "bool", torch.uint8: "uint8_t", torch.int8: "int8_t", torch.int16: "int16_t",
-         torch.int32: "int", torch.int64: "int64_t"}
+         torch.bool: "bool", torch.int32: "int", torch.int64: "int64_t"}
 EXACT_IN_FLOAT = 2 ** 22  # of two such numbers, sums and differences are exact in fp32, too
 
 
 def _number(x):
     if isinstance(x, (bool, int)):
         return repr(x).lower()
-    if math.isnan(x):
-        return "NAN"
-    infinite = torch.tensor(x, dtype=torch.float32).isinf()
-    return f"{'-' * (x < 0)}INFINITY" if infinite else f"{x!r}f"
+    x = torch.tensor(x, dtype=torch.float32).item()
+    return "NAN" if math.isnan(x) else f"{'-' * (x < 0)}INFINITY" if math.isinf(x) else f"{x!r}f"
 
 
 # Operations, numbers, elements of tensors, their places in them, and a line of a function.
 CUDA = {op: f"{{}} {sign} {{}}" for op, sign in dict(
     add="+", sub="-", mul="*", lt="<", le="<=", gt=">", ge=">=", eq="==", ne="!=", xor="!=").items()} | {
-    "and": "{} && {}", "or": "{} || {}", "not": "!{}", "neg": "-{}", "where": "{} ? {} : {}", "div": "quotient({}, {})",
+    "and": "{} && {}", "or": "{} || {}", "not": "!{}", "neg": "-{}", "where": "{} ? {} : {}", "div": "{} / {}", "quotient": "quotient({}, {})",
     "floordiv": "floor_div({}, {})", "mod": "remainder({}, {})", "abs": "absolute({})", "to_float": "float({})",
     "to_int": "int({})", "sqrt": "sqrtf({})", "sin": "sinf({})", "cos": "cosf({})", "number": _number,
     "load": "element<T{1}>(captured[{1}], {2})", "place": "place({}, captured[{}].size[{}])",
@@ -40,7 +37,7 @@ CUDA |= {op: f"{op}({{}}, {{}})" for op in ("maximum", "minimum")}
 
 def cheaper(graph, roots):
     """Nodes of the same values that cost a kernel less: float(abs(i)) is abs(float(i)) if that is exact, since floats of
-    indices cost nothing, and a division by a number is a product."""
+    indices cost nothing, and quotients that depend on scores are approximations, of numbers products."""
 
     @functools.cache
     def is_small(i):  # an index, or a difference of indices and small numbers
@@ -49,13 +46,19 @@ def cheaper(graph, roots):
                 or node.op in ("add", "sub", "neg") and all(map(is_small, node.args)))
 
     @functools.cache
+    def is_of_score(i):
+        return i == 0 or any(map(is_of_score, graph[i].args))
+
+    @functools.cache
     def rewritten(i):
         node = graph[i]
         args = [rewritten(x) for x in node.args]
         if node.op == "to_float" and graph[args[0]].op == "abs" and is_small(x := graph[args[0]].args[0]):
             return graph("abs", graph("to_float", x))
-        if node.op == "div" and graph[args[1]].op == "number" and abs(graph[args[1]].value) > 1e-30:
-            return graph("mul", args[0], graph.number(1 / graph[args[1]].value))
+        if node.op == "div" and is_of_score(i):
+            if graph[args[1]].op == "number" and abs(graph[args[1]].value) > 1e-30:
+                return graph("mul", args[0], graph.number(1 / graph[args[1]].value))
+            return graph.node("quotient", tuple(args), None, node.kind)
         if node.op == "load":
             return graph.node("load", tuple(args), node.value, node.kind)
         return graph(node.op, *args) if args else i
@@ -76,7 +79,7 @@ def struct(graph, root, dtypes):
                       f"{places[load]}, ds == 0 ? 0 : ds * {result});\n")
             axes.append(functools.reduce(int.__or__, (graph[i].axes for i in graph[load].args), 0))
     may_be_low = any(x.kind == "float" and (x.op == "load" or x.op == "number" and 1e29 <= abs(x.value) < math.inf)
-                     for x in graph.nodes)
+                     for x in map(graph.__getitem__, graph.reached([root])))
     types = "".join(f"    using T{i} = {TYPES[dtype]};\n" for i, dtype in enumerate(dtypes))
     parameters = "float score, const ScorePlace &at, const Captured *captured"
     names = f"        [[maybe_unused]] const auto [{', '.join(INPUTS[1:])}] = at;\n"

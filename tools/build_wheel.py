@@ -4,7 +4,8 @@ build and the sources. Users need no compiler.
     make wheel                                   # dist/minimal_attn-...-py3-none-manylinux_..._x86_64.whl
     python tools/build_wheel.py --cpu --out DIR  # without the kernels for GPUs, in a few minutes
 
-It takes nvcc of CUDA 13 and any torch from 2.11 on. The objects stay in build/wheel, where ninja finds them up to date.
+The machine needs nvcc of CUDA 13, g++ 11 or newer, and torch 2.11 or newer, whose build need not be one for CUDA. The
+objects stay in build/wheel, where ninja finds them up to date. Read next: ../csrc/binding/stable.cpp, the library.
 """
 
 import argparse
@@ -29,6 +30,7 @@ CUDA_HOME = os.environ.get("CUDA_HOME") or cpp_extension.CUDA_HOME or "/usr/loca
 OTHER_BINDING = {"main.cpp", "autograd.cpp", "fast_path.cpp", "sdpa_override.cpp"}
 STABLE_ABI = "0x020B000000000000"  # of torch 2.11, as torch/csrc/stable/version.h writes it
 ARCHS = ("compute_75,code=sm_75", "compute_80,code=[sm_80,compute_80]", "compute_90a,code=sm_90a")
+MAX_BYTES = 15_000_000
 PACKED = "csrc", "minimal_attn", "triton_ref", "setup.py", "pyproject.toml", "README.md", "LICENSE"
 
 NINJA = """\
@@ -95,7 +97,8 @@ def main():
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the folder for the wheel")
     args = parser.parse_args()
     nvcc = shutil.which("nvcc", path=f"{CUDA_HOME}/bin")
-    if not args.cpu and not (nvcc and f"release {stable.CUDA}." in subprocess.getoutput(f"{nvcc} --version")):
+    version = subprocess.check_output([nvcc, "--version"], text=True) if nvcc else ""
+    if not args.cpu and f"release {stable.CUDA}." not in version:
         sys.exit(f"the wheel needs nvcc of CUDA {stable.CUDA}, and there is none in {CUDA_HOME}/bin: install the "
                  "toolkit, or set CUDA_HOME")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -105,7 +108,10 @@ def main():
         subprocess.run([sys.executable, "-m", "auditwheel", "repair", "--patcher=none", "--exclude=libtorch*.so",
                         f"--wheel-dir={folder}/tagged", pack(library, folder)], check=True)
         wheel = Path(shutil.copy(*Path(folder, "tagged").glob("*.whl"), args.out))
-    print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB")
+    size = wheel.stat().st_size
+    print(f"{wheel}: {size / 1e6:.1f} MB")
+    if size > MAX_BYTES:
+        sys.exit(f"a wheel must not exceed {MAX_BYTES / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
 //   F::changed(score, at, captured)         the score that softmax sees; score = softmax_scale · q·k
 //   F::derivative(score, at, captured)      of that by the score
 //   F::add_gradients(ds, score, at, captured, add)
-//                                           calls add<i>(gradient, place, term) for element i of a captured tensor
+//                                           calls add<i>(gradient, place, term) for gradient i
 //   F::kNumCaptured, kNumGradients, axes(i) how many tensors it reads, and elements with a gradient; see GradientSums
-//   F::kMayBeLow                            whether a finite score may be below -1e30
+//   F::kMayBeLow                            whether it reads floats, or has numbers, that may be as low as finfo.min
 #pragma once
 
 #include <algorithm>
@@ -46,8 +46,8 @@ struct Index {
     __device__ explicit Index(int first) : Index(first, float(first), 0) {}
     __device__ Index(int first, float first_as_float, int offset)
         : first(first), first_as_float(first_as_float), offset(offset) {}
-    __device__ Index operator+(int x) const { return {first, first_as_float, offset + x}; }
-    __device__ Index operator-(int x) const { return *this + -x; }
+    template <std::same_as<int> I> __device__ Index operator+(I x) const { return {first, first_as_float, offset + x}; }
+    template <std::same_as<int> I> __device__ Index operator-(I x) const { return *this + -x; }  // other types: no Index
     __device__ Index operator-() const { return {-first, -first_as_float, -offset}; }
     __device__ Index operator-(const Index &x) const {
         return {first - x.first, first_as_float - x.first_as_float, offset - x.offset};
@@ -60,38 +60,35 @@ struct ScorePlace {
     Index q_idx, kv_idx;  // in the sample
 };
 
-// What functions are made of, see CUDA in minimal_attn/score_library.py. Whole numbers divide as in Python.
+// Operations of printed functions, see CUDA in minimal_attn/score_library.py. Whole numbers divide as in Python.
 struct ScoreOps {
     template <typename X, typename Y> static __device__ auto floor_div(X x, Y y) {
         const auto quotient = x / y;
         return quotient - (quotient * y != x && (x < 0) != (y < 0));
     }
-    template <typename X, typename Y> static __device__ auto remainder(X x, Y y) { return x - floor_div(x, y) * y; }
+    template <typename X, typename Y> static __device__ auto remainder(X x, Y y) { return floor_div(x, y) * -y + x; }
 
-    // Where index i is in a dimension: from the end if it is negative. What is out of range is clamped.
+    // Where index i is in a dimension: from the end if it is negative. Out-of-range indices are clamped.
     template <typename I> static __device__ int place(I i, int size) {
         const auto at = i < 0 ? i + size : i;
         return int(at < 0 ? 0 : at < size ? at : size - 1);
     }
     template <typename T> static __device__ auto element(const Captured &x, int at) {
         const T value = static_cast<const T *>(x.data)[at];
-        if constexpr (std::is_same_v<T, double>) return float(value);
-        else if constexpr (std::is_same_v<T, bool>) return value;
-        else if constexpr (std::is_integral_v<T>) return std::conditional_t<sizeof(T) == 8, int64_t, int>(value);
+        if constexpr (std::is_integral_v<T>) return value;
+        else if constexpr (std::is_same_v<T, double>) return float(value);
         else return device::to_float(value);
     }
 
     static __device__ float maximum(float x, float y) { return fmaxf(x, y); }
     static __device__ float minimum(float x, float y) { return fminf(x, y); }
     static __device__ float absolute(float x) { return fabsf(x); }
-    static __device__ int maximum(int x, int y) { return x > y ? x : y; }
-    static __device__ int minimum(int x, int y) { return x < y ? x : y; }
     static __device__ int absolute(int x) { return x < 0 ? -x : x; }
-    template <std::integral X, std::integral Y> static __device__ auto maximum(X x, Y y) { return x > y ? x : y; }
-    template <std::integral X, std::integral Y> static __device__ auto minimum(X x, Y y) { return x < y ? x : y; }
+    template <typename X, typename Y> static __device__ auto maximum(X x, Y y) { return x > y ? x : y; }  // of ints
+    template <typename X, typename Y> static __device__ auto minimum(X x, Y y) { return x < y ? x : y; }
     static __device__ int64_t absolute(int64_t x) { return x < 0 ? -x : x; }
 
-    // Approximations: the operands of the products have 16 bits.
+    // Approximations. Scores come from products of 16 bits; quotient() is for what depends on them.
     static __device__ float quotient(float x, float y) { return x * ptx::rcp_approx(y); }
     static __device__ float exp2(float x) { return ptx::exp2_approx(x); }
     static __device__ float exp(float x) { return ptx::exp2_approx(x * 1.4426950408889634f); }
@@ -99,8 +96,6 @@ struct ScoreOps {
     static __device__ float tanh(float x) { return ptx::tanh_approx(x); }
     static __device__ float sigmoid(float x) { return ptx::rcp_approx(1.f + exp(-x)); }
 };
-
-namespace score_function {
 
 // Scores in units of log2, in which exp2(score - row_max) is exact where they are equal. As a bias (score_mods.cuh), a
 // finite score counts as at least -1e30.
@@ -143,5 +138,3 @@ template <typename F> struct GradientSums {
             }
     }
 };
-
-}  // namespace score_function

@@ -22,11 +22,11 @@ def _copied_if_needed(x):
     of a q whose rows overlap. On a GPU they fail with a misaligned address for some tensors that do not start at a
     multiple of 16 bytes, or have rows that do not, after which the process has no GPU any more.
     """
-    width, step = x.shape[-1], 16 // x.element_size()
+    width = x.shape[-1]
     is_apart = all(is_known(n >= width) or is_known(n == 0) or holds(n >= width) for n in x.stride()[:-1])
-    is_unaligned = x.is_cuda and not torch.compiler.is_compiling() and (  # tracing cannot tell the offset
-        x.storage_offset() % step or any(stride % step for stride in x.stride()[:-1]))
-    return x.clone(memory_format=torch.contiguous_format) if is_unaligned or not is_apart else x
+    if not is_apart or x.is_cuda and not _is_aligned(x):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def _expanded_if_needed(mask, sizes):
@@ -35,6 +35,13 @@ def _expanded_if_needed(mask, sizes):
     if all(is_decided):
         return mask
     return mask.expand([m if decided else n for m, n, decided in zip(mask.shape, sizes[-mask.ndim:], is_decided)])
+
+
+def _is_aligned(x):
+    step = 16 // x.element_size()
+    # Tracing cannot tell the offset.
+    return not (torch.compiler.is_compiling() or x.storage_offset() % step
+                or any(stride % step for stride in x.stride()[:-1]))
 
 
 @without_autocast

@@ -69,8 +69,9 @@ class Run:
             profiled(case, able).export_chrome_trace(args.trace)
         self.time_all()
         if self.op.rate == "tflops" and self.op is not OPS["matmul"]:
-            self.meta["matmul_tflops"] = {dtype: matmul_ceiling(dtype, self.device) for dtype in args.dtypes
-                                          if dtype not in FP8_DTYPE_NAMES}
+            self.meta["matmul_tflops"] = {
+                dtype: tflops for dtype in args.dtypes if dtype not in FP8_DTYPE_NAMES
+                and (tflops := self.attempt(f"matmul, {dtype}", matmul_ceiling, dtype, self.device))}
         self.ended = True
 
     def attempt(self, name, function, *arguments):

@@ -14,6 +14,8 @@ import statistics
 import sys
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,14 +23,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import activated, flash_attention, reference_attention
-from ..distributed import context_parallel_attention, shard, unshard
+from ..distributed import all_gather as by_all_gather, context_parallel_attention, shard, unshard
 from ..distributed.attention import METHODS
 from ..distributed.layout import shards_of
 from ..toolkit.benchmark import benchmark_fn
 from ..toolkit.validation import allowed_error
-from .cases import count
 from .measure import environment, write_json
-from .options import file
 
 # Lengths, numbers of key heads, heads and head_dim.
 SIZES = {"cuda": ([16384, 65536, 131072], [8, 32], 32, 128), "cpu": ([64], [2, 4], 4, 16)}
@@ -40,10 +40,12 @@ PEERS = {"torch_cudnn": nullcontext, "torch_ours": activated}  # torch's context
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--seqlens", type=count, nargs="+", metavar="S", help="of the whole sequence")
-    parser.add_argument("--calls", type=count, default=5, help="timings of several calls each (default: %(default)s)")
-    parser.add_argument("--json", type=file(".json"), metavar="FILE", help="write all rows")
+    parser.add_argument("--seqlens", type=int, nargs="+", metavar="S", help="of the whole sequence")
+    parser.add_argument("--calls", type=int, default=5, help="timings of each, of several calls (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
     args = parser.parse_args(argv)
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(f"argument --json: there is no folder {args.json.parent}")
     if "RANK" not in os.environ:
         parser.error("start it by torchrun: torchrun --nproc-per-node 2 -m minimal_attn.bench.context_parallel")
     on_gpu = torch.cuda.is_available()
@@ -91,6 +93,9 @@ def measure(seqlen, heads_k, device, calls):
         attend = partial(context_parallel_attention, causal=True, method=method)
         judge(unshard(attend(*local[:3]), dim=2), whole[:3])
         add(method, attend, local, one_gpu)
+        if method == "all_gather":  # also by NCCL alone, all heads at once, before the kernel begins
+            with mock.patch.multiple(by_all_gather, peers_of=lambda *_: None, NUM_GROUPS=1, MAX_BYTES=1 << 62):
+                add("plain_all_gather", attend, local, one_gpu)
     for impl, kernels in PEERS.items() if device.type == "cuda" and heads_k == heads else ():  # no grouped heads there
         with kernels(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             torchs_one_gpu = add(f"{impl}_one_gpu", torchs_attention, whole)

@@ -176,7 +176,7 @@ def parse_args(program, argv, device, description):
     shapes = args.shapes or [op.shape_of(text) for text in op.shapes[device]]
     sweep = [shapes[0]._replace(seqlen_q=x, seqlen_k=x) for x in args.seqlens]
     variants = [shape._replace(more=kind) if kind else shape for shape in shapes for kind in kinds]
-    args.shapes = list(dict.fromkeys(variants + sweep))
+    args.shapes, args.swept = list(dict.fromkeys(variants + sweep)), set(sweep) - set(variants)
     if args.host_cost and device == "cpu":
         parser.error("argument --host-cost: needs a GPU")
     if True in args.causals and any(shape.seqlen_q > shape.seqlen_k for shape in args.shapes):

@@ -35,12 +35,13 @@ def print_table(title, headings, rows):
 
 
 def print_results(results, args, on_device):
-    """Prints a table of all numbers for each setting, or one table of rates where there are more than MANY."""
+    """Prints a table of all numbers for each setting outside of a sweep, up to MANY, and one of rates if there are
+    others."""
     baseline, rate = args.op.baseline, args.op.rate
-    if len(results) > MANY:
+    alone = {setting: rows for setting, rows in results.items() if setting.shape not in args.swept}
+    if len(alone) < len(results) or len(alone) > MANY:
         rates = {str(setting): [rows[impl][rate] for impl in rows] for setting, rows in results.items()}
         print_table(f"{MEASURED[rate]} {on_device}", args.impls, rates)
-        return
-    for setting, rows in results.items():
+    for setting, rows in alone.items() if len(alone) <= MANY else ():
         numbers = {impl: [*map(rows[impl].get, MEASURED), speedup(rows, impl, baseline)] for impl in rows}
         print_table(f"{setting} {on_device}", [*MEASURED.values(), f"× {baseline}"], numbers)

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cases import SEED, close
+from cases import SEED
 from conftest import HAS_GPU, IMPLEMENTATIONS, OF_16_BITS, WITHOUT_DROPOUT, captured
 from minimal_attn import available_backends, flash_attention, flash_attn_func, force_kernel, reference_attention
+from minimal_attn.options import Lengths, Options
 from minimal_attn.reference.dropout import keep_count, keep_mask, keep_scale, philox, seed_with_origins
+from minimal_attn.reference.scores import visible_keys
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 each_backend = pytest.mark.parametrize("backend", available_backends())
@@ -157,16 +159,75 @@ def test_seed_is_ignored_without_dropout(backend, dropout_seed):
         assert reference_attention(*inputs, **options).equal(reference_attention(*inputs))
 
 
-# Kernels by name. test_lengths.py compares what they drop with a loop.
+# Kernels by name.
+
+
+def kernel_inputs(impl, dtype, **shape):
+    return [x.requires_grad_() for x in qkv(**{"Sq": 75, "Sk": 70, **shape}, dtype=dtype,
+                                            device=IMPLEMENTATIONS[impl][1])]
+
+
+def masks(q, k, v, dropout_p, backend, **options):
+    """The probabilities that survive dropout in the forward and in the backward pass, bool (B, H, Sq, Sk) each.
+
+    With sm_scale=0 all probabilities are equal. Survivors show in out where V holds unit vectors, and in dV where dout
+    does. Each call shows D of them.
+    """
+    (B, H, Sq, D), (_, Hk, Sk, _) = q.shape, k.shape
+    forward, backward = (torch.zeros(B, H, Sq, Sk, dtype=torch.bool, device=q.device) for _ in range(2))
+    for col in range(0, Sk, D):
+        n = min(D, Sk - col)
+        units = torch.zeros_like(v)
+        units[:, :, col : col + n] = torch.eye(n, D, dtype=v.dtype, device=v.device)
+        out = drop(q, k, units, dropout_p, backend, sm_scale=0.0, **options)
+        forward[..., col : col + n] = out[..., :n] != 0
+    out = drop(q, k, v, dropout_p, backend, sm_scale=0.0, **options)
+    for row in range(0, Sq, D):
+        n = min(D, Sq - row)
+        for head in range(H // Hk):  # one query head of each group, for dV is their sum
+            dout = torch.zeros_like(out)
+            dout[:, head :: H // Hk, row : row + n] = torch.eye(n, D, dtype=v.dtype, device=v.device)
+            (dv,) = torch.autograd.grad(out, v, dout, retain_graph=True)
+            backward[:, head :: H // Hk, row : row + n] = (dv[..., :n] != 0).mT
+    return forward, backward
+
+
+@pytest.mark.parametrize("shape, options, seed, kind", [
+    (dict(Sq=15, Sk=17), {}, -1, "whole"), (dict(H=2, Hk=1, Sq=33, Sk=33, D=40), dict(softcap=3.0), 5, "part"),
+    *((dict(H=2, Hk=1, Sq=70, Sk=70, D=40), dict(causal=True, seq_lens=[9, 70]), 2**63 - 1, kind)
+      for kind in ("whole", "part")),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in (  # the tiles of each width
+        (dict(B=1, H=2, Sq=150, Sk=70, D=96), dict(causal=True), 7, "whole"), (dict(H=2, D=192), {}, SEED, "part"),
+        (dict(B=1, H=2, Hk=1, Sq=131, Sk=133, D=128), {}, SEED, "whole"), (dict(H=3, Hk=1, D=128), {}, SEED, "part"),
+        (dict(B=1, H=3, Hk=1, Sq=66, Sk=65, D=256), {}, 5, "whole"))),
+], ids=str)
+@each_impl
+def test_kernel_drops_what_keep_mask_says(impl, dtype, shape, options, seed, kind):
+    """Also if the two samples are parts of a larger problem."""
+    if impl == "cuda:sm90" and "softcap" in options:
+        pytest.skip("its forward pass has no dropout with softcap")
+    q, k, v = kernel_inputs(impl, dtype, **shape)
+    (B, H, Sq, _), Sk, seed = q.shape, k.shape[2], seed_of(seed, q.device)
+    if kind == "part":
+        want = parts_of(keep_mask(seed, 0.4, 4, H + 2, Sq + 48, Sk + 48, q.device), ORIGINS, H, Sq, Sk)
+        seed = seed_with_origins(seed, torch.tensor(ORIGINS, device=q.device))
+    else:
+        want = keep_mask(seed, 0.4, B, H, Sq, Sk, q.device)
+    seq_lens = torch.tensor(options["seq_lens"], device=q.device) if "seq_lens" in options else None
+    window = -1, 0 if options.get("causal", False) else -1
+    visible = visible_keys(Sq, Sk, Options.of(1.0, window, Lengths(None, None, seq_lens, seq_lens)), q.device)
+    for mask in masks(q, k, v, 0.4, IMPLEMENTATIONS[impl][0], seed=seed, **options):
+        assert mask.equal(want if visible is None else want & visible)
+
 
 @each_impl
 def test_kernel_drops_of_packed_parts_what_the_whole_drops(impl, dtype):
-    """Each sample as the reference drops it alone, with its own origins, in both passes."""
+    """Each sample as it is alone, with its own origins, in both passes."""
     backend, device = IMPLEMENTATIONS[impl]
     bounds_q, bounds_k = [0, 21, 21, 60], [0, 40, 47, 70]
     lengths = dict(cu_seqlens_q=torch.tensor(bounds_q, dtype=torch.int32, device=device),
                    cu_seqlens_k=torch.tensor(bounds_k, dtype=torch.int32, device=device))
-    inputs = [x.requires_grad_() for x in qkv(B=1, Sq=60, Sk=70, D=32, dtype=dtype, device=device)]
+    inputs = kernel_inputs(impl, dtype, B=1, Sq=60, Sk=70, D=32)
     origins = torch.tensor([ORIGINS[0], [16, 0, 0, 9], ORIGINS[1]], device=device)
     seed = seed_of(device=device)
     dout = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)).to(inputs[0])
@@ -175,11 +236,11 @@ def test_kernel_drops_of_packed_parts_what_the_whole_drops(impl, dtype):
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     for b in 0, 2:
         rows, keys = slice(*bounds_q[b : b + 2]), slice(*bounds_k[b : b + 2])
-        alone = [x[:, :, part].detach().double().requires_grad_() for x, part in zip(inputs, (rows, keys, keys))]
-        want = drop(*alone, 0.4, "reference", seed=seed_with_origins(seed, origins[b]))
-        wants = want, *torch.autograd.grad(want, alone, dout[:, :, rows].double())
+        alone = [x[:, :, part].detach().requires_grad_() for x, part in zip(inputs, (rows, keys, keys))]
+        want = drop(*alone, 0.4, backend, seed=seed_with_origins(seed, origins[b]))
+        wants = want, *torch.autograd.grad(want, alone, dout[:, :, rows])
         for x, y, part in zip(got, wants, (rows, rows, keys, keys)):
-            close(x[:, :, part], y, 3 * tolerance)
+            torch.testing.assert_close(x[:, :, part], y, rtol=tolerance, atol=tolerance * y.abs().max().item())
 
 
 @pytest.mark.gpu
@@ -216,7 +277,7 @@ def test_graph_replay_reads_the_seed_again(impl, dtype):
     """Forward and backward in one CUDA graph: what changes the seed in place changes the mask of both. Without a seed
     of the caller's, torch's generator, which graphs know, draws one in each replay."""
     backend = impl.partition(":")[0]
-    q, k, v = (x.requires_grad_() for x in qkv(Sq=75, Sk=70, dtype=dtype))
+    q, k, v = kernel_inputs(impl, dtype)
     seed = seed_of(0)
     attend = lambda: flash_attention(q, k, v, True, dropout_p=0.5, dropout_seed=seed, deterministic=True,  # noqa: E731
                                      backend=backend)

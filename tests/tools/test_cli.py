@@ -21,6 +21,7 @@ from minimal_attn.bench import measure
 from minimal_attn.bench.impls import IMPLS
 from minimal_attn.bench.options import OPS
 from minimal_attn.command import crosscheck
+from minimal_attn.reference.definition import reference_forward
 from test_build import python
 
 ROOT = Path(__file__).parents[2]
@@ -54,22 +55,64 @@ def test_info_without_rich(tmp_path):
     assert said.endswith("[0, 2, 2]\n")
 
 
+def test_check(capsys, monkeypatch):
+    backends = {name: backend for name, backend in interface.BACKENDS.items()  # Triton takes two minutes
+                if name in ("cuda", "torch") and backend.why_not(torch.device(DEVICE)) is None}
+    monkeypatch.setattr(crosscheck, "BACKENDS", backends)
+    assert cli.main(["check"]) == 0
+    printed = capsys.readouterr().out
+    count = len(crosscheck.CHECKS) * 3 * len(backends)
+    assert f"{count} of {count} are right" in printed and "FAILED" not in printed
+    rows = [line.split() for line in printed.splitlines() if "float" in line and "Largest" not in line]
+    errors = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+    assert len(rows) == len(crosscheck.CHECKS) * 3
+    for row in rows:
+        dtype, allowed, *cells = row[-len(backends) - 2:]
+        assert all(0 < float(cell) < 2 * float(allowed) < 2 * errors[dtype] for cell in cells)
+
+
+def no_scale(q, k, v, options):
+    return reference_forward(q, k, v, options._replace(softmax_scale=1.0))
+
+
+def shifted_lse(q, k, v, options):
+    out, lse = reference_forward(q, k, v, options)
+    return out, lse + 1e-3
+
+
+def all_rows_see(q, k, v, options):
+    out, lse = reference_forward(q, k, v, options)
+    return out, lse.clamp(min=-50)
+
+
 def raises(*args, **kwargs):
     raise RuntimeError("no kernel for this\nand hints")
 
 
-def test_check(capsys, monkeypatch):
-    """Every kernel of ours in each setting, but for Triton's, which take minutes; then a wrong one."""
-    serves = {name: impl for name, impl in IMPLS.items() if impl.backend == "cuda"}
-    for op in {op for op, *_ in crosscheck.CHECKS}:
-        monkeypatch.setitem(OPS, op, OPS[op]._replace(impls=serves, default_impls=None))
-    assert cli.main(["check"]) == 0
-    out = capsys.readouterr().out
-    assert out.endswith("All is right.\n") and out.count(" against fp64, allowed ") >= 3 * len(crosscheck.CHECKS)
-    wrong = IMPLS["cuda:native"]._replace(forward=lambda q, k, v, call: q, kinds=("dense",))
-    monkeypatch.setitem(OPS, "attention", OPS["attention"]._replace(impls={"cuda:native": wrong}))
+def test_check_fails(capsys, monkeypatch):
+    failures = {no_scale: "max error ", shifted_lse: "lse is wrong", all_rows_see: "lse is wrong",
+                raises: "RuntimeError: "}
+    right = interface.BACKENDS["torch"]
+    backends = {"torch": right} | {f.__name__: dataclasses.replace(right, forward=f) for f in failures}
+    monkeypatch.setattr(interface, "BACKENDS", backends)
+    monkeypatch.setattr(crosscheck, "BACKENDS", backends)
+    empty_rows = crosscheck.CHECKS[-1]
+    monkeypatch.setattr(crosscheck, "CHECKS", [empty_rows])
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["check"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("FAILED") == 12 and "3 of 15 are right" in printed
+    for f, failure in failures.items():
+        assert printed.count(f"{f.__name__}, {empty_rows.name}, float16: {failure}") == 1
+
+
+def test_check_fails_if_the_build_does(capsys, monkeypatch):
+    """Other backends are judged all the same."""
+    cuda = dataclasses.replace(interface.BACKENDS["cuda"], why_not=lambda device: None)
+    monkeypatch.setattr(crosscheck, "BACKENDS", {"cuda": cuda, "torch": interface.BACKENDS["torch"]})
     monkeypatch.setattr(crosscheck, "CHECKS", crosscheck.CHECKS[:1])
-    assert cli.main(["check"]) == 1 and "WrongResult" in capsys.readouterr().out
+    monkeypatch.setattr(crosscheck, "load", raises)
+    assert cli.main(["check"]) == 1 and "3 of 6 are right" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv, code, said", [

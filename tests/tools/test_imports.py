@@ -1,4 +1,4 @@
-"""The order of the sources: Python modules import without circles."""
+"""The order of the sources: folders of csrc include those above them, and Python modules import without circles."""
 
 import ast
 import graphlib
@@ -14,6 +14,16 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = "minimal_attn", "triton_ref"
 FILES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
          for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+
+CSRC = ROOT / "csrc"
+SOURCES = {file.relative_to(CSRC).as_posix(): file.read_text() for file in CSRC.rglob("*") if file.is_file()}
+CODE = {name: re.sub(r"//.*", "", source) for name, source in SOURCES.items()}
+INCLUDES = {name: re.findall(r'^#include "(.*)"', source, re.M) for name, source in SOURCES.items()}
+
+# The folders that a folder includes beside itself and flash.h. Each of them stands before it.
+BELOW = {"ptx": "", "common": "ptx", "mods": "ptx common", "simt": "common mods", "host": "simt",
+         "sm80": "ptx common mods", "sm90": "ptx common mods", "cache": "ptx common mods sm80 sm90",
+         "ops": "common", "binding": "ops"}
 
 pytestmark = pytest.mark.cpu
 
@@ -59,7 +69,21 @@ def test_modules_that_moved_keep_their_names():
         assert f"minimal_attn.{new}" in FILES and f"minimal_attn.{old}" not in FILES
 
 
+# csrc.
+
+def folder_of(name):
+    return {"flash.cu": "simt", "main.cpp": "binding"}.get(name, name.split("/")[0])
+
+
+def test_folders_include_downwards():
+    for name, included in INCLUDES.items():
+        for path in set(included) - {"flash.h", "flash_bwd.h", "flash_cache.h"}:
+            assert path in SOURCES, f"{name} includes {path}, which is no path in csrc"
+            assert folder_of(path) in {folder_of(name), *BELOW[folder_of(name)].split()}, f"{name} includes {path}"
+    for i, folder in enumerate(BELOW):
+        assert {*BELOW[folder].split()} <= {*list(BELOW)[:i]}
+
+
 def test_no_member_is_without_address():
     """nvcc 13 gives what follows an empty [[no_unique_address]] another place on the GPU than on the host."""
-    sources = {file: re.sub(r"//.*", "", file.read_text()) for file in (ROOT / "csrc").rglob("*") if file.is_file()}
-    assert not [file for file, code in sources.items() if "no_unique_address" in code]
+    assert not [name for name, code in CODE.items() if "no_unique_address" in code]

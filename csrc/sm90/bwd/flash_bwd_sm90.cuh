@@ -183,14 +183,15 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
         const int b = work.tile.b, h = block.h;
         const Index first_row(row(block)), first_key(key(work));
         const float scale = float(p.softmax_scale);
-        score_function::GradientSums<Function> sums;
+        GradientSums<Function> sums;
         for_rows(acc_s[0], shared.lse_log2[stage], lane_idx, [&](float qk, float lse_log2, int i) {
             const int n = i / 4, e = i % 4;
             const bool is_hidden = qk == -INFINITY;
             const float score = is_hidden ? 0.f : qk * scale;
             const ScorePlace at{b, h, first_row + (8 * n + e % 2), first_key + e / 2 * 8};
-            const float x = score_function::changed_log2<Function>(score, at, p.captured);
-            const float P = exp2_approx(-fabsf(x - (is_hidden ? INFINITY : lse_log2)));
+            const float x = changed_log2<Function>(score, at, p.captured);
+            float P = exp2_approx(-fabsf(x - lse_log2));  // always: a branch around it would take registers (journal)
+            if (is_hidden) P = 0.f;  // even if x is not finite
             float &dp = acc_dp[n][e];
             if constexpr (Function::kNumGradients > 0)
                 Function::add_gradients(P == 0 ? 0.f : P * dp, score, at, p.captured,
@@ -198,7 +199,7 @@ template <typename T, typename Shape, bool kDropout, bool kMods> struct BwdConsu
                                             sums.template add<i>(gradient, place, term, e / 2, lane_idx);
                                         });
             dp *= Function::derivative(score, at, p.captured);
-            if (P == 0) dp = 0.f;  // also where the derivative is not finite
+            if (P == 0) dp = 0.f;  // even if the derivative is not finite
             return P;
         });
         sums.flush(lane_idx);

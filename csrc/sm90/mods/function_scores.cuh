@@ -61,7 +61,7 @@ template <typename T, typename Shape, typename F> struct FunctionScores : PlainS
 
   private:
     __device__ float changed(float qk, const ScorePlace &at) const {
-        return score_function::changed_log2<F>(qk * this->scores.softmax_scale, at, p.captured);
+        return changed_log2<F>(qk * this->scores.softmax_scale, at, p.captured);
     }
     // q·k of keys [8·n, 8·n + 8), of a block that all rows see, become scores.
     __device__ void change_again(const WorkItem &work, const ScoreOrigin &at, int n, float (&s)[4]) const {
@@ -74,8 +74,8 @@ template <typename T, typename Shape, typename F> struct FunctionScores : PlainS
     __device__ void end_block(const WorkItem &work, int row, const float (&alpha)[2]) {
         for (int i = 0; i < 2; i++) {
             updates[i] = alpha[i] != 1.f || !(fabsf(softmax.row_max[i]) < kOrdinary);
-            // Rows beyond the sample's end do not count.
-            if (row + 8 * i >= work.seq.seqlen_q) updates[i] = false, softmax.row_max[i] = 0.f;
+            // Rows beyond the sample's end do not count: their P is 0.
+            if (row + 8 * i >= work.seq.seqlen_q) updates[i] = false, softmax.row_max[i] = INFINITY;
         }
         some_update = __any_sync(~0u, updates[0] || updates[1]);
     }
@@ -90,16 +90,25 @@ template <typename F> struct MaskedWithFunction : Masked {
     template <typename T, typename Shape> using ScorePolicy = MaskedScores<T, Shape, FunctionScores<T, Shape, F>>;
 };
 
-// Head_dims up to kHeadDim, with a block mask if kMasked.
+// For masks, windows, lengths, packed batches, sinks, and a block mask if kMasked. Head_dims up to kHeadDim.
+inline void check_function_call(const AttnParams &p, int head_dim, bool is_masked) {
+    if (p.max_head_dim() > head_dim || bool(p.block_mask.rows) != is_masked)
+        throw std::invalid_argument("minimal_attn: this library of a score_mod is for other calls");
+    if (p.has_score_mods() || p.attention_chunk || p.dropout_seed || p.return_max_logits)
+        throw std::invalid_argument("minimal_attn: beside a score_mod, there is no change of the scores, "
+                                    "attention_chunk, dropout or max_logits");
+}
+
 template <int kHeadDim, bool kMasked, typename F>
 void flash_forward_function(const WithCaptured<AttnParams, F> &p) {
+    check_function_call(p, kHeadDim, kMasked);
     using Kind = std::conditional_t<kMasked, MaskedWithFunction<F>, WithFunction<F>>;
     if constexpr (kHeadDim == 64) launch_fwd<Shape<64, 3, 128, 4, 6, Kind>>(p);
     if constexpr (kHeadDim == 128) launch_fwd<Shape<128, 3, 64, 4, 6, Kind>>(p);
-    if constexpr (kHeadDim == 256) launch_fwd<Shape<256, 2, 64, 2, 2, Kind>>(p);
+    if constexpr (kHeadDim == 256) launch_fwd<Shape<256, 2, 64, 2, kMasked ? 2 : 3, Kind>>(p);  // as without one
 }
 
-// Head_dims up to kHeadDim, which is 64 or 128.
+// kHeadDim is 64 or 128. 64 rows leave registers for the function.
 template <int kHeadDim, bool kMasked, typename F>
 using FunctionBwdShape = BwdShape<kHeadDim, 2, 64, kHeadDim == 64 ? 4 : 2, false, kMasked, false, kHeadDim, F>;
 
@@ -109,6 +118,7 @@ int64_t backward_workspace_function(const AttnBackwardParams &p) {  // bytes
 }
 template <int kHeadDim, bool kMasked, typename F>
 void flash_backward_function(const WithCaptured<AttnBackwardParams, F> &p) {
+    check_function_call(p, kHeadDim, kMasked);
     using Shape = FunctionBwdShape<kHeadDim, kMasked, F>;
     p.dtype == DType::kFloat16 ? launch_kernel<__half, Shape>(p) : launch_kernel<__nv_bfloat16, Shape>(p);
 }
