@@ -16,7 +16,7 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 
 @pytest.mark.skipif(HAS_GPU, reason="it takes a minute on a GPU, and benchmarks/h200/serving.json is its record")
 def test_serving_writes_rows(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(serving, "REPLAY_MS", 10)
+    monkeypatch.setattr(serving, "ROUNDS", 1)
     assert serving.main(["--json", str(tmp_path / "x.json")]) is None
     assert "tokens/s" in capsys.readouterr().out
     content = json.loads((tmp_path / "x.json").read_text())
