@@ -164,9 +164,9 @@ def test_kernel(kernel, driver_of):
     assert_passed(run(driver_of(kernel), *SCHEDULES, *KERNEL_CASES[kernel]))
 
 
-@pytest.mark.parametrize("schedules, part", [
-    pytest.param(SCHEDULES[1:2], 0, marks=pytest.mark.slow),
-    *(pytest.param(SCHEDULES, part, marks=CAMPAIGN) for part in range(3))], ids=str)
+@pytest.mark.campaign
+@pytest.mark.slow
+@pytest.mark.parametrize("schedules, part", [(SCHEDULES, part) for part in range(3)], ids=str)
 def test_all_decode_cases(schedules, part, driver_of):
     assert_passed(run(driver_of("cache/decode.cu"), *schedules, f"--part={part}/3"))
 

@@ -51,7 +51,8 @@ def cxx(sanitizer, level):
 @pytest.mark.cpu
 @pytest.mark.parametrize("part", [pytest.param(part, marks=slow_unless(False, part == 0)) for part in range(4)])
 # At -O1 AddressSanitizer runs in half the time, but takes g++ four times as long.
-@pytest.mark.parametrize("sanitizer, level", [("address,undefined", "-O0"), ("thread", "-O1")])
+@pytest.mark.parametrize("sanitizer, level", [
+    ("address,undefined", "-O0"), pytest.param("thread", "-O1", marks=CAMPAIGN)])
 def test_sanitizer_finds_nothing(sanitizer, level, part, tmp_path_factory):
     command = cxx(sanitizer, level)
     driver = made_once(tmp_path_factory, sanitizer, lambda folder: compiled(folder, *command)) / "driver"

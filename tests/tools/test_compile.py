@@ -29,7 +29,8 @@ FILES = sorted(file.relative_to(ROOT / "csrc").as_posix() for file in (ROOT / "c
                if file.name != "counters.cu")  # which has no kernel
 TARGETS = "75", "80,86", "90a", "120"  # nvcc makes the same PTX for sm_86 as for sm_80
 # CI compiles for Hopper alone, and leaves out those that take most of a minute.
-LONG = "flash.cu", "simt/flash_bwd.cu", "sm80/flash_sm80.cu", "sm80/flash_bwd_sm80.cu"
+LONG = ("flash.cu", "simt/flash_bwd.cu", "sm80/flash_sm80.cu", "sm80/flash_bwd_sm80.cu",
+        "sm90/bwd/flash_bwd_sm90.cu")
 # How many bytes of stack, and of spills, a kernel of a file may have where it is not none. These use all their
 # registers and keep a number or two beyond them in memory: in the backward pass dK, dV and the tiles of S and dP fill
 # them, in the forward pass the rounds of Philox, or the addresses of a bias, come on top. With block masks the producers
