@@ -1,5 +1,5 @@
 # make demo: build csrc, check and time every implementation on this machine; PROFILE=1: profiles too
-# make test: run the tests that take seconds, on all cores (WORKERS=... processes): about 5 minutes on two cores
+# make test: run the tests that take seconds, on all cores (WORKERS=... processes): about 12 minutes on two cores
 # make test-all: run all tests
 # make gpu-record: run all tests that one GPU has a part in, and write tests/gpu_record/; some of them: PARTS="caches tools"
 # make campaign: run long draws of shapes, every fault that the emulator can see, and what CI leaves out of long grids
