@@ -1,7 +1,8 @@
 """score_mod for csrc: the CUDA source of a function, as csrc/mods/score_function.cuh takes it.
 
 The graph of score_graph.py is printed as a struct of three functions. Numbers are a part of the source, and captured
-tensors are read."""
+tensors are read.
+"""
 
 import functools
 import math
@@ -25,9 +26,9 @@ def _number(x):
 # Operations, numbers, elements of tensors, their places in them, and a line of a function.
 CUDA = {op: f"{{}} {sign} {{}}" for op, sign in dict(
     add="+", sub="-", mul="*", lt="<", le="<=", gt=">", ge=">=", eq="==", ne="!=", xor="!=").items()} | {
-    "and": "{} && {}", "or": "{} || {}", "not": "!{}", "neg": "-{}", "where": "{} ? {} : {}", "div": "{} / {}", "quotient": "quotient({}, {})",
-    "floordiv": "floor_div({}, {})", "mod": "remainder({}, {})", "abs": "absolute({})", "to_float": "float({})",
-    "to_int": "int({})", "sqrt": "sqrtf({})", "sin": "sinf({})", "cos": "cosf({})", "number": _number,
+    "and": "{} && {}", "or": "{} || {}", "not": "!{}", "neg": "-{}", "where": "{} ? {} : {}", "div": "{} / {}",
+    "quotient": "quotient({}, {})", "floordiv": "floor_div({}, {})", "mod": "remainder({}, {})",
+    "abs": "absolute({})", "to_float": "float({})", "to_int": "int({})", "sqrt": "sqrtf({})", "sin": "sinf({})", "cos": "cosf({})", "number": _number,
     "load": "element<T{1}>(captured[{1}], {2})", "place": "place({}, captured[{}].size[{}])",
     "next": "({}) * captured[{}].size[{}] + {}",
     "line": "        const auto {} = {};\n"}
@@ -36,8 +37,9 @@ CUDA |= {op: f"{op}({{}}, {{}})" for op in ("maximum", "minimum")}
 
 
 def cheaper(graph, roots):
-    """Nodes of the same values that cost a kernel less: float(abs(i)) is abs(float(i)) if that is exact, since floats of
-    indices cost nothing, and quotients that depend on scores are approximations, of numbers products."""
+    """Nodes that cost a kernel less. float(abs(i)) becomes abs(float(i)) where that is exact, since floats of indices
+    cost nothing. A quotient that depends on the score becomes an approximation, or a product if it divides by a
+    number."""
 
     @functools.cache
     def is_small(i):  # an index, or a difference of indices and small numbers

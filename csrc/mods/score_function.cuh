@@ -2,7 +2,7 @@
 // by minimal_attn/score_library.py, as a struct F of static functions, and compiled with the kernels of one head_dim:
 //
 //   F::changed(score, at, captured)         the score that softmax sees; score = softmax_scale · q·k
-//   F::derivative(score, at, captured)      of that by the score
+//   F::derivative(score, at, captured)      the derivative of that by the score
 //   F::add_gradients(ds, score, at, captured, add)
 //                                           calls add<i>(gradient, place, term) for gradient i
 //   F::kNumCaptured, kNumGradients, axes(i) how many tensors it reads, and elements with a gradient; see GradientSums
@@ -84,7 +84,7 @@ struct ScoreOps {
     static __device__ float minimum(float x, float y) { return fminf(x, y); }
     static __device__ float absolute(float x) { return fabsf(x); }
     static __device__ int absolute(int x) { return x < 0 ? -x : x; }
-    template <typename X, typename Y> static __device__ auto maximum(X x, Y y) { return x > y ? x : y; }  // of ints
+    template <typename X, typename Y> static __device__ auto maximum(X x, Y y) { return x > y ? x : y; }  // integers
     template <typename X, typename Y> static __device__ auto minimum(X x, Y y) { return x < y ? x : y; }
     static __device__ int64_t absolute(int64_t x) { return x < 0 ? -x : x; }
 
@@ -114,7 +114,7 @@ template <typename F> struct GradientSums {
     int place[kNum][2];
     float sum[kNum][2] = {};
 
-    // By all lanes of a warp: the term of element `at`, gradient i, from this lane's key 0 or 1.
+    // Adds a term of gradient i, for the element `at`, from this lane's key 0 or 1. All lanes of a warp call it.
     template <int i> __device__ void add(float *to, int at, float term, int key, int lane_idx) {
         constexpr int kAxes = F::axes(i);
         if constexpr (kAxes % 2 == 0) {

@@ -109,7 +109,7 @@ def shape_of(text, form):
 
 
 def fail(message):
-    """What argparse says of an option that cannot be read."""
+    """Tells argparse that an option cannot be read, and why."""
     raise argparse.ArgumentTypeError(message)
 
 

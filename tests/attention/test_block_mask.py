@@ -260,6 +260,10 @@ def test_text():
     assert str(mask) == ("BlockMask(shape=(1, 1, 192, 320), sparsity=60.00%)\n░····\n█░···\n██░··\n"
                          "First sample and head: █ full, ░ partial, · empty")
     assert repr(mask) == f"BlockMask(shape=(1, 1, 192, 320), num_bits=3, device='{mask.device}')"
+    blocks = torch.ones(2, 1, 41, 121, dtype=torch.bool, device=DEVICE).tril(64)
+    lines = str(BlockMask.from_blocks(blocks, 41 * 64, 121 * 64, 64)).splitlines()[1:-1]
+    assert len(lines) == 14 and {len(line) for line in lines} == {41}  # of 3 x 3 units
+    assert lines[0] == "█" * 21 + "░" * 2 + "·" * 18
 
 
 @pytest.mark.slow

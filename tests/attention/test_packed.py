@@ -134,6 +134,13 @@ def test_positions_are_those_of_flash_attn_2(name):
     assert not any(x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD) for x in parameters)
 
 
+@pytest.mark.parametrize("name", ["leftpad_k", "cache_leftpad", "cache_seqlens", "cache_batch_idx", "page_table"])
+def test_names_of_flash_attn_with_kvcache_are_explained(name):
+    q = torch.randn(1, 2, 10, 16)
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; .*attention_with_kvcache"):
+        flash_attention(q, q, q, **{name: ints(3)})
+
+
 REFUSED = "q_descale", "k_descale", "v_descale", "qv", "score_mod", "mask_mod", "aux_tensors"
 
 

@@ -225,7 +225,7 @@ CALLS_THAT_FAIL = """
 
 @pytest.mark.slow
 def test_errors_before_anything_is_looked_at(csrc, tmp_path):
-    """Of more work than there are numbers for, and of another GPU. There are no tensors."""
+    """More work than there are numbers for, and another GPU, are refused. There are no tensors."""
     source = tmp_path / "main.cpp"
     source.write_text(CALLS_THAT_FAIL)
     objects = [file for file in (csrc / "objects").glob("*.o") if file.stem != DRIVER.stem]

@@ -90,7 +90,8 @@ template <typename F> struct MaskedWithFunction : Masked {
     template <typename T, typename Shape> using ScorePolicy = MaskedScores<T, Shape, FunctionScores<T, Shape, F>>;
 };
 
-// For masks, windows, lengths, packed batches, sinks, and a block mask if kMasked. Head_dims up to kHeadDim.
+// The launchers serve masks, windows, lengths, packed batches and sinks, head_dims up to kHeadDim, and a block mask if
+// kMasked.
 inline void check_function_call(const AttnParams &p, int head_dim, bool is_masked) {
     if (p.max_head_dim() > head_dim || bool(p.block_mask.rows) != is_masked)
         throw std::invalid_argument("minimal_attn: this library of a score_mod is for other calls");
